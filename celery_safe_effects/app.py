@@ -1,0 +1,373 @@
+"""``SafeEffects``: the composition root, which alone knows the concrete parts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import psycopg
+
+from . import canonical, signals
+from .config import Config, from_conf
+from .effects import Effect, registered
+from .engine import failures, process
+from .engine.job import Hooks
+from .engine.lease import LeaseKeeper
+from .engine.reconcile import Reconciled, Reconciler
+from .engine.sweep import Sweeper, Swept
+from .errors import ConfigurationError, NotAllowed, NotFound, SafeEffectsError
+from .glue import periodic, worker
+from .glue.publish import Publisher
+from .glue.task import SafeTask
+from .glue.teller import Teller
+from .store import migrate
+from .store.hot import Lease, Store
+from .values import Happened, JobRow, NotHappened, OperationRow, Refused, TransitionRow
+
+logger = logging.getLogger(__name__)
+
+
+class SafeEffects:
+    """Adds safe jobs to a Celery app.
+
+    Arguments:
+        app: the Celery app; or give it later to :meth:`init_app`.
+
+    Nothing is read, opened or started here: settings are validated and connections are opened at their first use.
+    """
+
+    SETTLE_TRIES = 8
+    """Deliveries of an end that Celery was not told, before the sweeper gives up."""
+
+    def __init__(self, app: Any = None) -> None:
+        self._app: Any = None
+        self._config: Config | None = None
+        self._store: Store | None = None
+        self._keeper: LeaseKeeper | None = None
+        self._kept: list[Any] = []
+        self._owner: tuple[int, str, str] = (0, "", "")
+        if app is not None:
+            self.init_app(app)
+
+    def init_app(self, app: Any) -> None:
+        """Attach to an app: publishing, worker steps, beat entries, the command line.
+
+        Arguments:
+            app: a Celery app; each app takes one SafeEffects, and each SafeEffects one app.
+
+        Raises:
+            ConfigurationError: when either is taken.
+        """
+        if self._app is not None:
+            raise ConfigurationError("this SafeEffects has an app already; make another one for another app")
+        if app.__dict__.get("_safe_effects") is not None:
+            raise ConfigurationError(f"the app {app.main!r} has a SafeEffects already")
+        self._app = app
+        app.__dict__["_safe_effects"] = self
+        self.publisher = Publisher(self)
+        self.publisher.install()
+        self.teller = Teller(self)
+        self.hooks = Hooks(double_effect=self._on_double_effect)
+        periodic.install(self, app)
+        app.steps["worker"].add(worker.make_step(self))
+        self._connect_signals(app)
+
+    def keep(self, receiver: Any) -> None:
+        """Keep a signal receiver alive as long as this object."""
+        self._kept.append(receiver)
+
+    def _connect_signals(self, app: Any) -> None:
+        from celery import signals as celery_signals
+
+        def on_setup(sender: Any = None, instance: Any = None, **_: Any) -> None:
+            if instance is not None and instance.app is app:
+                worker.prepare(self, app)
+
+        def on_told(sender: Any = None, **_: Any) -> None:
+            """Celery has stored the end and sent the continuations; only then is the job settled."""
+            if isinstance(sender, SafeTask) and sender.app is app:
+                fence = sender.request.__dict__.pop("safe_effects_settles", None)
+                if fence is not None:
+                    self.keeper.settle(sender.request.id, fence)
+
+        for receiver in (on_setup, on_told):
+            self.keep(receiver)
+        celery_signals.celeryd_after_setup.connect(on_setup, weak=False)
+        celery_signals.task_success.connect(on_told, weak=False)
+        celery_signals.task_failure.connect(on_told, weak=False)
+
+    # -- the parts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def app(self) -> Any:
+        """The Celery app.
+
+        Raises:
+            ConfigurationError: before :meth:`init_app`.
+        """
+        if self._app is None:
+            raise ConfigurationError("this SafeEffects has no app yet; call init_app(app)")
+        return self._app
+
+    @property
+    def config(self) -> Config:
+        """The validated settings.
+
+        Raises:
+            ConfigurationError: naming the key that is missing or wrong.
+        """
+        if self._config is None:
+            self._config = from_conf(self.app.conf)
+        return self._config
+
+    @property
+    def store(self) -> Store:
+        """The database, opened at its first use in each process."""
+        if self._store is None:
+            self._store = Store(self.config)
+        return self._store
+
+    @property
+    def keeper(self) -> LeaseKeeper:
+        """The leases of this process."""
+        if self._keeper is None:
+            self._keeper = LeaseKeeper(self.store, self.config.heartbeat_interval, self._on_lost)
+        return self._keeper
+
+    @property
+    def sweeper(self) -> Sweeper:
+        """The sweep."""
+        return Sweeper(
+            self.store,
+            self.config,
+            deliver=self.publisher.deliver,
+            on_parked=self._on_parked,
+            settle_tries=self.SETTLE_TRIES,
+        )
+
+    @property
+    def reconciler(self) -> Reconciler:
+        """The reconciliation."""
+        return Reconciler(
+            self.store,
+            interval=self.config.reconcile_interval,
+            find_effect=self.find_effect,
+            deliver_now=self.publisher.deliver_now,
+        )
+
+    @property
+    def prefork(self) -> bool:
+        """Whether this process is a pool child of its own, which may be killed without harming another job."""
+        from billiard.process import current_process
+
+        return str(getattr(current_process(), "name", "")).startswith(("ForkPool", "SpawnPool"))
+
+    def owner(self, hostname: str | None) -> str:
+        """Who acts: the worker's node name, the process id and its start time."""
+        pid, host, found = self._owner
+        if pid != os.getpid() or host != hostname:
+            identity = process.identity().rpartition("|")[2]
+            found = f"{hostname or 'producer'}/{os.getpid()}/{identity}"
+            self._owner = (os.getpid(), hostname or "", found)
+        return found
+
+    def close(self) -> None:
+        """Close this process's connections; they open again when needed."""
+        if self._store is not None:
+            self._store.connections.close()
+
+    def task_names(self) -> list[str]:
+        """The names of the app's SafeTasks."""
+        return sorted(name for name, task in self.app.tasks.items() if isinstance(task, SafeTask))
+
+    def check_declarations(self) -> None:
+        """Build what is built lazily, so that a wrong declaration is found at start."""
+        for name in self.task_names():
+            task = self.app.tasks[name]
+            if task.effects is None:
+                task.body()
+
+    def find_effect(self, name: str, task: str) -> Effect[Any, Any] | None:
+        """The effect of a recorded name: a registered one, or the whole body of a task."""
+        found = registered(name)
+        if found is None and name == task:
+            known = self.app.tasks.get(task)
+            if isinstance(known, SafeTask) and known.effects is None:
+                found = known.body()
+        return found
+
+    # -- what happened elsewhere ---------------------------------------------------------------------------------------
+
+    def count(self, name: str, label: str = "", by: int = 1) -> None:
+        """Add to a counter; losing it is safe."""
+        try:
+            self.store.count(name, label, by)
+        except (SafeEffectsError, psycopg.Error):
+            logger.debug("counter %s could not be written", name, exc_info=True)
+
+    def _on_lost(self, lease: Lease) -> None:
+        self.count("leases_lost", "renewal")
+
+    def _on_double_effect(self, key: str, job_id: str, ref: str) -> None:
+        self.count("double_effects")
+        signals.double_effect.send(sender=key, operation_key=key, job_id=job_id, ref=ref)
+
+    def _on_parked(self, row: Any) -> None:
+        task = self.app.tasks.get(row.task)
+        if task is not None:
+            self.teller.unknown(task, row.id, None, row.reason or "lease_expired")
+
+    # -- operators -----------------------------------------------------------------------------------------------------
+
+    def upgrade(self) -> list[int]:
+        """Bring the schema up to date.
+
+        Returns:
+            the migrations applied.
+
+        Raises:
+            SchemaMismatch: when the schema is newer than this library.
+        """
+        return migrate.upgrade(self.config.database_url, self.config.schema)
+
+    def sweep(self) -> Swept:
+        """Sweep now, in this process."""
+        return self.sweeper.run("operator:sweep")
+
+    def reconcile(self, keys: list[str] | None = None) -> Reconciled:
+        """Reconcile now, in this process: due operations, or those of ``keys``."""
+        return self.reconciler.run("operator:reconcile", keys)
+
+    def job(self, job_id: str) -> JobRow:
+        """One job.
+
+        Raises:
+            NotFound: when there is none.
+        """
+        found = self.store.rows("VIEW_JOBS", id=job_id, status=None, tenant=None, task=None, limit=1)
+        if not found:
+            raise NotFound(f"there is no job {job_id!r}", job_id=job_id)
+        return JobRow(*found[0])
+
+    def jobs(
+        self, status: str | None = None, tenant: str | None = None, task: str | None = None, limit: int = 1000
+    ) -> list[JobRow]:
+        """Jobs by status, tenant and task, newest first; at most ``limit``."""
+        return [
+            JobRow(*row)
+            for row in self.store.rows("VIEW_JOBS", id=None, status=status, tenant=tenant, task=task, limit=limit)
+        ]
+
+    def operation(self, key: str) -> OperationRow:
+        """One operation.
+
+        Raises:
+            NotFound: when there is none.
+        """
+        found = self.store.rows("VIEW_OPERATIONS", key=key, job=None, status=None, limit=1)
+        if not found:
+            raise NotFound(f"there is no operation {key!r}", key=key)
+        return OperationRow(*found[0])
+
+    def operations(self, job_id: str | None = None, status: str | None = None, limit: int = 1000) -> list[OperationRow]:
+        """Operations of a job, or by status, in the order of their first intents; at most ``limit``."""
+        return [
+            OperationRow(*row)
+            for row in self.store.rows("VIEW_OPERATIONS", key=None, job=job_id, status=status, limit=limit)
+        ]
+
+    def transitions(self, job_id: str, after: int = 0) -> list[TransitionRow]:
+        """The log of a job, oldest first; only rows with an id above ``after``."""
+        return [TransitionRow(*row) for row in self.store.rows("VIEW_TRANSITIONS", id=job_id, after=after)]
+
+    def resolve(self, key: str, verdict: Happened | NotHappened | Refused, actor: str, reason: str) -> OperationRow:
+        """Resolve an unknown operation by an operator's word; recorded with actor and reason.
+
+        Arguments:
+            key: the operation's key.
+            verdict: what is known.
+            actor: who says so.
+            reason: why it is known; not empty.
+
+        Returns:
+            the operation as it stands now.
+
+        Raises:
+            NotFound: when there is no such operation.
+            NotAllowed: when it is not unknown, or no reason is given.
+        """
+        if not reason or not reason.strip() or not actor or not actor.strip():
+            raise NotAllowed("a verdict needs an actor and a reason; nothing was changed")
+        row = self.operation(key)
+        params: dict[str, Any] = {"ref": None, "result": None, "error": None}
+        if isinstance(verdict, Happened):
+            if not isinstance(verdict.ref, str) or not verdict.ref:
+                raise NotAllowed("Happened needs the provider's reference, a non-empty string; nothing was changed")
+            status = "outcome_confirmed"
+            params |= {"ref": verdict.ref, "result": canonical.encode(verdict.result)}
+        elif isinstance(verdict, NotHappened):
+            status = "not_happened"
+        elif isinstance(verdict, Refused):
+            exc = verdict.error
+            error = failures.to_json(exc) if isinstance(exc, BaseException) else {"text": str(exc)}
+            status, params = "refused", params | {"error": canonical.encode(error)}
+        else:
+            raise NotAllowed(f"{verdict!r} is no verdict; give Happened, NotHappened or Refused")
+        rows = self.store.rows(
+            "VERDICT",
+            job=row.job_id,
+            key=key,
+            attempt=row.attempt,
+            fence=row.fence,
+            status=status,
+            evidence=canonical.encode({"operator": actor, "reason": reason}),
+            asked_at=None,
+            trusted=True,
+            actor=f"operator:{actor}",
+            reason=reason,
+            **params,
+        )
+        if not rows:
+            now = self.operation(key)
+            raise NotAllowed(f"operation {key!r} is {now.status}, not unknown; nothing was changed")
+        self.publisher.deliver_now(row.job_id)
+        return self.operation(key)
+
+    def cancel(self, job_id: str, reason: str) -> JobRow:
+        """Cancel a job: at once where nobody works on it, else at its next checkpoint or effect.
+
+        Returns:
+            the job as it stands now.
+
+        Raises:
+            NotFound: when there is no such job.
+            NotAllowed: when it has ended already.
+        """
+        if not self.store.rows("CANCEL", id=job_id, reason=reason, actor="operator:cancel"):
+            raise NotAllowed(f"job {job_id} is {self.job(job_id).status} already; nothing was changed")
+        self.publisher.deliver_now(job_id)
+        return self.job(job_id)
+
+    def retry(self, job_id: str, reason: str) -> JobRow:
+        """Run a failed, cancelled or mismatched job again; attempts start anew, recorded outcomes stay.
+
+        Raises:
+            NotFound: when there is no such job.
+            NotAllowed: when its state does not allow it.
+        """
+        if not self.store.rows("RETRY", id=job_id, reason=reason, actor="operator:retry"):
+            job = self.job(job_id)
+            raise NotAllowed(
+                f"job {job_id} is {job.status} ({job.reason}); only failed and cancelled jobs, and parked ones without "
+                "an unresolved operation, are retried; nothing was changed"
+            )
+        self.publisher.deliver_now(job_id)
+        return self.job(job_id)
+
+    def republish(self, *job_ids: str) -> int:
+        """Publish the stored messages of these jobs (of everything due, without arguments) now."""
+        return self.publisher.deliver_now(*job_ids) if job_ids else self.sweeper.publish()
+
+
+__all__ = ["SafeEffects"]

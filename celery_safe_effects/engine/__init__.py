@@ -1,0 +1,1 @@
+"""The protocol between two statements: leases, effects, deadlines, sweep and reconcile. Knows nothing of Celery."""

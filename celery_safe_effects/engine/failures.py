@@ -1,0 +1,73 @@
+"""Exceptions as JSON and back: recorded errors are raised again on replay, without pickle."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .. import canonical
+
+Matcher = type[BaseException] | Callable[[BaseException], bool]
+TEXT_LIMIT = 4000
+
+
+def to_json(exc: BaseException) -> dict[str, Any]:
+    """Describe an exception: its class, its arguments where they are JSON, and its text."""
+    try:
+        args: Any = canonical.roundtrip(list(exc.args))
+    except (TypeError, ValueError):
+        args = None
+    return {
+        "type": type(exc).__qualname__,
+        "module": type(exc).__module__,
+        "args": args,
+        "text": f"{type(exc).__name__}: {exc}"[:TEXT_LIMIT],
+    }
+
+
+class RecordedError(Exception):
+    """A recorded exception whose class cannot be built again here; its text is the original's."""
+
+
+def from_json(error: Any) -> Exception:
+    """Build an exception again from :func:`to_json`; anything unusable becomes :class:`RecordedError`."""
+    if not isinstance(error, dict):
+        return RecordedError(str(error))
+    text = str(error.get("text", ""))
+    try:
+        found: Any = importlib.import_module(str(error["module"]))
+        for part in str(error["type"]).split("."):
+            found = getattr(found, part)
+        if isinstance(found, type) and issubclass(found, Exception) and error.get("args") is not None:
+            return found(*error["args"])
+    except Exception:
+        return RecordedError(text)
+    return RecordedError(text)
+
+
+def matches(exc: BaseException, matchers: Iterable[Matcher]) -> bool:
+    """Whether an exception is of one of the classes, or a predicate says so; a predicate that raises says nothing."""
+    for matcher in matchers:
+        if isinstance(matcher, type):
+            if isinstance(exc, matcher):
+                return True
+        else:
+            try:
+                if matcher(exc):
+                    return True
+            except Exception:
+                continue
+    return False
+
+
+def find(exc: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
+    """The first exception of these kinds: the exception itself, or one inside an exception group."""
+    if isinstance(exc, kinds):
+        return exc
+    for inner in getattr(exc, "exceptions", ()) or ():
+        if isinstance(inner, BaseException):
+            found = find(inner, kinds)
+            if found is not None:
+                return found
+    return None

@@ -1,0 +1,287 @@
+"""The reconciler: asks the provider about operations whose outcome is unknown, and records what can be proven.
+
+Claims a batch, looks up outside any transaction with a time limit for each lookup, records, backs off. One hanging
+lookup delays no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .. import canonical
+from ..store.hot import Row, Store
+from ..values import Happened, NotHappened, Operation, Refused, Unresolved, Verdict
+from . import failures
+from .lease import clock
+
+if TYPE_CHECKING:
+    from ..effects import Effect
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKOFF = 3600.0
+POLICY_ASKS = 3
+"""Lookups past the deadline that must stay without an answer before the author's policy applies."""
+
+
+@dataclass
+class Reconciled:
+    """What one reconciliation did, as counts by result."""
+
+    asked: int = 0
+    results: dict[str, int] = field(default_factory=dict)
+
+    def add(self, result: str) -> None:
+        """Count one result."""
+        self.results[result] = self.results.get(result, 0) + 1
+
+
+class Reconciler:
+    """Resolves due unknown operations.
+
+    Arguments:
+        store: the database.
+        interval: seconds; the first back-off.
+        find_effect: the registered effect for a recorded name (of an effect, or of a whole-body task).
+        deliver_now: publishes the jobs that moved on.
+        parallel: lookups at once.
+    """
+
+    BATCH = 100
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        interval: float,
+        find_effect: Callable[[str, str], Effect[Any, Any] | None],
+        deliver_now: Callable[..., int],
+        parallel: int = 8,
+    ) -> None:
+        self.store = store
+        self.interval = interval
+        self.find_effect = find_effect
+        self.deliver_now = deliver_now
+        self.parallel = parallel
+
+    def run(self, by: str, keys: list[str] | None = None) -> Reconciled:
+        """Reconcile everything that is due, or some operations.
+
+        Arguments:
+            by: who asks, for the log of transitions.
+            keys: operation keys; ``None`` takes all that are due.
+        """
+        self.store.row("MAINTENANCE_BEGIN", name="reconcile", by=by, idle_for=None)
+        return self.reconcile(by, keys)
+
+    def reconcile(self, by: str, keys: list[str] | None = None) -> Reconciled:
+        """The reconciliation itself, for a caller that has already taken its turn."""
+        done = Reconciled()
+        while rows := self.store.rows(
+            "RECONCILE_DUE", keys=keys, limit=self.BATCH, backoff=self.interval, max_backoff=MAX_BACKOFF
+        ):
+            done.asked += len(rows)
+            self._batch(rows, by, done)
+            if len(rows) < self.BATCH or keys is not None:
+                break
+        self.store.row("MAINTENANCE_END", name="reconcile")
+        return done
+
+    def _batch(self, rows: list[Row], by: str, done: Reconciled) -> None:
+        lookups = []
+        for row in rows:
+            effect = self.find_effect(row.effect, row.task)
+            if effect is not None and effect.find is not None:
+                lookups.append((row, effect))
+            else:
+                why = "no lookup is declared" if effect is not None else f"effect {row.effect!r} is not imported here"
+                done.add(self._apply(row, None if effect is not None else Unresolved(why), by))
+        running: list[_Lookup] = []
+        pending = list(reversed(lookups))
+        while pending or running:
+            while pending and len(running) < self.parallel:
+                row, effect = pending.pop()
+                running.append(_Lookup(row, effect))
+            self._wait_any(running)
+            for lookup in [x for x in running if x.over()]:
+                running.remove(lookup)
+                try:
+                    done.add(self._apply(lookup.row, lookup.verdict(), by))
+                except Exception:
+                    logger.exception("recording the verdict on operation %s failed; it is asked again", lookup.row.key)
+                    done.add("error")
+
+    @staticmethod
+    def _wait_any(running: list[_Lookup]) -> None:
+        nearest = min(x.ends for x in running)
+        _Lookup.finished.wait(max(0.0, min(nearest - clock(), 0.5)))
+        _Lookup.finished.clear()
+
+    def _apply(self, row: Row, verdict: Verdict | None, by: str) -> str:
+        """Record one verdict (``None``: nobody can be asked) and move the job on. Returns a result for the metrics."""
+        if isinstance(verdict, Happened):
+            result = canonical.encode(verdict.result)
+            return self._resolve(row, "outcome_confirmed", by, "lookup", ref=verdict.ref, result=result)
+        if isinstance(verdict, Refused):
+            exc = verdict.error
+            error = failures.to_json(exc) if isinstance(exc, BaseException) else {"text": str(exc), "detail": exc}
+            return self._resolve(row, "refused", by, "lookup", error=error)
+        evidence = None
+        after = self.interval
+        if isinstance(verdict, NotHappened):
+            evidence = {"lookup": "not_found", "asked_at": row.asked_at, "evidence": verdict.evidence}
+            if self._resolve(row, "not_happened", by, "lookup", evidence=evidence) != "superseded":
+                return "not_happened"
+            # Not late enough, or the sender may still be alive: with a retained key it may be sent again all the same.
+            params = {"key": row.key, "attempt": row.attempt, "fence": row.fence}
+            absent = self.store.rows("ABSENT", asked_at=row.asked_at, evidence=canonical.encode(evidence), **params)
+            if absent and row.idempotent_for is not None and self._resume(row, by, "resend"):
+                return "resend"
+        elif isinstance(verdict, Unresolved):
+            evidence = {"lookup": "unresolved", "asked_at": row.asked_at, "reason": verdict.reason}
+            after = verdict.retry_after if verdict.retry_after is not None else self.interval
+        elif row.sendable and self._resume(row, by, "resend"):
+            return "resend"
+        if self._policy(row, verdict, by):
+            return f"policy_{row.if_unknown}"
+        self._ask_again(row, after, evidence)
+        return "unresolved" if isinstance(verdict, Unresolved) else "too_early" if verdict is not None else "parked"
+
+    def _resolve(
+        self,
+        row: Row,
+        status: str,
+        by: str,
+        reason: str,
+        *,
+        ref: str | None = None,
+        result: str | None = None,
+        error: Any = None,
+        evidence: Any = None,
+    ) -> str:
+        rows = self.store.insist(
+            "VERDICT",
+            job=row.job_id,
+            key=row.key,
+            attempt=row.attempt,
+            fence=row.fence,
+            status=status,
+            ref=ref,
+            result=result,
+            error=None if error is None else canonical.encode(error),
+            evidence=canonical.encode(evidence or {"lookup": status, "asked_at": row.asked_at}),
+            asked_at=row.asked_at,
+            trusted=False,
+            actor=by,
+            reason=reason,
+        )
+        if not rows:
+            return "superseded"
+        self.deliver_now(row.job_id)
+        return status
+
+    def _resume(self, row: Row, by: str, reason: str) -> bool:
+        resumed = self.store.insist("RESUME", id=row.job_id, reason=f"{reason}:{row.key}", actor=by)
+        if resumed:
+            self.deliver_now(row.job_id)
+        return bool(resumed)
+
+    def _policy(self, row: Row, verdict: Verdict | None, by: str) -> bool:
+        """The author's declared policy, once the deadline and the lag are over and nobody else answers."""
+        if row.if_unknown == "park" or not row.past_deadline:
+            return False
+        if isinstance(verdict, Unresolved) and row.reconcile_attempts < POLICY_ASKS:
+            return False
+        if row.idempotent_for is not None and not isinstance(verdict, Unresolved) and self._still_retained(row):
+            return False
+        if row.if_unknown == "assume_happened":
+            evidence = {"policy": "assume_happened", "asked_at": row.asked_at}
+            policy = "policy:assume_happened"
+            return self._resolve(row, "outcome_confirmed", policy, policy, ref=row.key, evidence=evidence) != "superseded"
+        marked = self.store.insist("POLICY", key=row.key, attempt=row.attempt, fence=row.fence)
+        return bool(marked) and self._resume(row, by, "policy:send_again")
+
+    @staticmethod
+    def _still_retained(row: Row) -> bool:
+        return bool(row.asked_at < row.first_intent_at + row.idempotent_for) and not row.has_lookup
+
+    def _ask_again(self, row: Row, after: float, evidence: Any) -> None:
+        """Back off, but ask as soon as an absence can be believed or a resend is allowed."""
+        moments = [m for m in (row.absent_from, row.deadline_at) if m is not None and m > row.asked_at]
+        self.store.insist(
+            "ASK_AT",
+            key=row.key,
+            attempt=row.attempt,
+            at=min(moments) if moments else None,
+            after=min(max(after, 0.05), MAX_BACKOFF) if not moments else 0.05,
+            evidence=None if evidence is None else canonical.encode(evidence),
+        )
+
+
+class _Lookup:
+    """One question to a provider, in a thread of its own; abandoned when its time is over."""
+
+    finished = threading.Event()
+
+    def __init__(self, row: Row, effect: Effect[Any, Any]) -> None:
+        self.row = row
+        self.timeout = effect.options.lookup_timeout
+        self.ends = clock() + self.timeout
+        self._answer: Any = None
+        self._done = threading.Event()
+        self._effect = effect
+        threading.Thread(target=self._ask, name=f"safe-effects-lookup-{row.key}", daemon=True).start()
+
+    def _ask(self) -> None:
+        row = self.row
+        try:
+            operation = Operation(
+                key=row.key,
+                job_id=row.job_id,
+                step=row.step,
+                effect=row.effect,
+                attempt=row.attempt,
+                tenant=row.tenant,
+                arguments=canonical.decode(canonical.encode(row.args)) or {},
+                intent_at=row.intent_at,
+                deadline_at=row.deadline_at,
+                _expires=self.ends,
+                _clock=clock,
+            )
+            find = self._effect.find
+            self._answer = find(operation) if find is not None else None
+        except BaseException as exc:
+            self._answer = Unresolved(f"the lookup raised {type(exc).__name__}: {exc}")
+        finally:
+            self._done.set()
+            _Lookup.finished.set()
+
+    def over(self) -> bool:
+        return self._done.is_set() or clock() >= self.ends
+
+    def verdict(self) -> Verdict:
+        """The answer; anything that is no valid verdict is unresolved."""
+        if not self._done.is_set():
+            return Unresolved(f"the lookup did not answer within {self.timeout:g} s")
+        answer = self._answer
+        if isinstance(answer, Happened):
+            try:
+                canonical.encode(answer.result)
+            except (TypeError, ValueError):
+                return Happened(answer.ref, None) if _is_ref(answer.ref) else _nonsense(answer)
+            return answer if _is_ref(answer.ref) else _nonsense(answer)
+        if isinstance(answer, (NotHappened, Refused, Unresolved)):
+            return answer
+        return _nonsense(answer)
+
+
+def _is_ref(ref: Any) -> bool:
+    return isinstance(ref, str) and bool(ref) and "\x00" not in ref
+
+
+def _nonsense(answer: Any) -> Unresolved:
+    return Unresolved(f"the lookup returned {answer!r}; return Happened, NotHappened, Refused or Unresolved")

@@ -1,0 +1,1 @@
+"""Celery around the protocol: task, request, publishing, worker steps, periodic tasks."""

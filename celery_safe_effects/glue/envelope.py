@@ -1,0 +1,174 @@
+"""The stored message: everything needed to publish it again, and the mark that ties it to its row."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Final
+from uuid import NAMESPACE_OID, uuid5
+
+from kombu import serialization
+
+from .. import canonical
+
+MARK: Final = "safe_effects"
+"""The message header that says: this message has a row."""
+
+_DROPPED: Final = frozenset({"producer", "retry", "retry_policy", "event_dispatcher", "timeout", "confirm_timeout"})
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a marked message says of its row."""
+
+    seq: int
+    generation: int
+    digest: str
+    tenant: str
+
+    def header(self) -> dict[str, Any]:
+        """As a message header."""
+        return {"v": 1, "seq": self.seq, "gen": self.generation, "digest": self.digest, "tenant": self.tenant}
+
+    @classmethod
+    def of(cls, value: Any) -> Mark | None:
+        """Read a header; ``None`` for a message that carries none (or nonsense)."""
+        if not isinstance(value, Mapping) or value.get("v") != 1:
+            return None
+        try:
+            return cls(int(value["seq"]), int(value["gen"]), str(value["digest"]), str(value["tenant"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A task message with its routing, before it is published."""
+
+    headers: dict[str, Any]
+    properties: dict[str, Any]
+    body: Any
+    options: dict[str, Any]
+
+    @property
+    def id(self) -> str:
+        return str(self.headers["id"])
+
+    @property
+    def task(self) -> str:
+        return str(self.headers["task"])
+
+    @property
+    def needs_settling(self) -> bool:
+        """Whether Celery has anything to do after the job's end: a result to store, or a continuation to send."""
+        embed = self.body[2] or {}
+        follows = any(embed.get(name) for name in ("callbacks", "errbacks", "chain", "chord"))
+        return bool(follows or self.headers.get("group") or not self.headers.get("ignore_result"))
+
+    def digest(self) -> str:
+        """Fingerprint of task and arguments."""
+        return arguments_digest(self.task, self.body[0], self.body[1])
+
+    def encode(self, serializer: str) -> bytes:
+        """As stored in the row.
+
+        Raises:
+            kombu.exceptions.EncodeError, TypeError, ValueError: when the arguments cannot be encoded.
+        """
+        content_type, encoding, data = serialization.dumps(self.body, serializer)
+        if isinstance(data, bytes):
+            body: Any = {"base64": base64.b64encode(data).decode("ascii")}
+        else:
+            body = data
+        return json.dumps(
+            {
+                "headers": _plain(self.headers),
+                "properties": _plain(self.properties),
+                "options": _plain(self.options),
+                "content": [content_type, encoding, body, serializer],
+            }
+        ).encode("utf-8", "surrogatepass")
+
+    @classmethod
+    def decode(cls, data: bytes, accept: Any) -> Envelope:
+        """Read a stored envelope; ``accept`` are the app's accepted content types."""
+        stored = json.loads(bytes(data).decode("utf-8", "surrogatepass"))
+        content_type, encoding, body, serializer = stored["content"]
+        raw = base64.b64decode(body["base64"]) if isinstance(body, dict) else body
+        decoded = serialization.loads(raw, content_type, encoding, accept=serialization.prepare_accept_content(accept))
+        options = dict(stored["options"])
+        options["serializer"] = serializer
+        return cls(stored["headers"], stored["properties"], decoded, options)
+
+    def marked(self, mark: Mark, *, eta: datetime | None = None, retries: int | None = None) -> Envelope:
+        """The message to publish for a row: marked, without expiry (the database judges it), with the row's time."""
+        headers = dict(self.headers)
+        headers[MARK] = mark.header()
+        headers["expires"] = None
+        headers["eta"] = eta.isoformat() if eta is not None else None
+        if retries is not None:
+            headers["retries"] = retries
+        return replace(self, headers=headers)
+
+
+def arguments_digest(task: str, args: Any, kwargs: Any) -> str:
+    """Fingerprint of a call; ``opaque`` for arguments that are not JSON, which are then compared by the mark alone."""
+    try:
+        return canonical.fingerprint([task, list(args or ()), dict(kwargs or {})])
+    except (TypeError, ValueError):
+        return "opaque"
+
+
+def routing_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The publishing options worth keeping: names instead of objects, nothing that belongs to one connection."""
+    kept: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _DROPPED or value is None:
+            continue
+        if name in ("queue", "exchange"):
+            value = getattr(value, "name", value)
+        if name == "declare":
+            continue
+        kept[name] = value
+    return kept
+
+
+def with_stable_ids(job_id: str, body: Any) -> Any:
+    """Give every continuation that has no id yet one that follows from the job's: however often it is sent, it is one.
+
+    Arguments:
+        job_id: the job whose continuations they are.
+        body: ``(args, kwargs, embed)``; not changed.
+    """
+    args, kwargs, embed = body
+    found = {name: embed.get(name) for name in ("callbacks", "errbacks", "chain") if (embed or {}).get(name)}
+    if not found:
+        return body
+    embed = dict(embed)
+    for name, signatures in found.items():
+        embed[name] = [_identified(s, f"{job_id}:{name}:{i}") for i, s in enumerate(signatures)]
+    return args, kwargs, embed
+
+
+def _identified(signature: Any, path: str) -> Any:
+    if not isinstance(signature, dict):
+        return signature
+    found = dict(signature)
+    found["options"] = options = dict(found.get("options") or {})
+    if not options.get("task_id"):
+        options["task_id"] = str(uuid5(NAMESPACE_OID, path))
+    found["kwargs"] = kwargs = dict(found.get("kwargs") or {})
+    if found.get("subtask_type"):
+        if isinstance(kwargs.get("tasks"), (list, tuple)):
+            kwargs["tasks"] = [_identified(member, f"{path}:{i}") for i, member in enumerate(kwargs["tasks"])]
+        if isinstance(kwargs.get("body"), dict):
+            kwargs["body"] = _identified(kwargs["body"], f"{path}:body")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Message metadata as JSON, in which signatures and lazy objects may hide."""
+    return json.loads(canonical.encode(value))

@@ -1,0 +1,528 @@
+"""One delivery: claim, run, conclude. Decides between running, returning what is stored, and leaving it alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
+
+from celery import states
+from celery.app.task import Context
+from celery.exceptions import Ignore, Reject, Retry
+
+from .. import canonical, signals
+from ..engine import current, failures, process
+from ..engine.job import ActiveJob, classify, intent_options, outcome_of
+from ..engine.lease import clock
+from ..errors import (
+    Deferred,
+    EffectResultInvalid,
+    JobCancelled,
+    LeaseLost,
+    OutcomeUnknown,
+    ReplayMismatch,
+    SafeEffectsError,
+    StoreUnavailable,
+)
+from ..states import TERMINAL, JobStatus
+from ..states import OperationStatus as Op
+from ..store.hot import Lease, Row
+from ..values import Operation
+from .envelope import MARK, Envelope, Mark, arguments_digest
+
+if TYPE_CHECKING:
+    from .task import SafeTask
+
+logger = logging.getLogger(__name__)
+
+EARLY_WAIT = 1.0
+"""Seconds that a delivery which is a little early waits in place."""
+BACKOFF, MAX_BACKOFF = 1.0, 60.0
+"""Seconds before another run after an error that proved that nothing happened; doubles with each attempt."""
+
+
+class _Conclusion(NamedTuple):
+    """How a run ended: what to write, and what Celery is told once it is written."""
+
+    wish: str
+    reason: str | None = None
+    result: str | None = None
+    error: Any = None
+    delay: float = 0.0
+    refund: int = 0
+    waiting_for: str | None = None
+    outgoing: Envelope | None = None
+    settle: bool | None = None
+    tell: BaseException | None = None
+    value: Any = None
+
+
+class Execution:
+    """One delivery of one job to one pool child.
+
+    Arguments:
+        task, request: Celery's.
+        args, kwargs: the delivered arguments.
+    """
+
+    def __init__(self, task: SafeTask, request: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.task = task
+        self.request = request
+        self.args = args
+        self.kwargs = kwargs
+        self.safe = task.safe_effects
+        self.store = self.safe.store
+        self.id: str = request.id
+        self.mark = Mark.of(getattr(request, MARK, None))
+        self.owner = self.safe.owner(request.hostname)
+        self.whole_body = task.effects is None
+
+    def run(self) -> Any:
+        """Handle the delivery.
+
+        Returns:
+            what Celery stores as the result of a job that succeeded.
+
+        Raises:
+            Ignore: Celery has nothing to store for this delivery.
+            Exception: the job's own error; the job has failed.
+        """
+        digest = arguments_digest(self.task.name, self.args, self.kwargs)
+        if self.mark is not None and (self.mark.digest != digest and "opaque" not in (digest, self.mark.digest)):
+            self._stale("payload_differs")
+        if digest == "opaque":
+            digest = self.mark.digest if self.mark is not None else digest
+        token, nonce = uuid4(), uuid4()
+        row, since = self._claim(digest, token, nonce)
+        if row is None or row.lease_token != token or row.status != JobStatus.RUNNING:
+            return self._not_claimed(row)
+        self.request.retries = row.retries
+        held = self.safe.keeper.hold(Lease(self.id, token, row.fence, self.owner), self._ttl(), since)
+        recorded = None
+        if row.attempts > 1 and not self.whole_body:
+            try:
+                recorded = self.store.insist("RECORDED", until=held.trusted, id=self.id)
+            except StoreUnavailable:
+                self.safe.keeper.drop(held)
+                self._stale("lease_lost")
+        job = ActiveJob(
+            self.store,
+            held,
+            row,
+            declared=None if self.whole_body else self.task._declared,
+            hooks=self.safe.hooks,
+            prefork=self.safe.prefork,
+            recorded=recorded,
+        )
+        scope = current.begin(job)
+        try:
+            if self.whole_body:
+                return self._whole_body(job, row, nonce, since)
+            return self._conclude(job, self._body(job))
+        except LeaseLost as exc:
+            logger.warning("%s", exc)
+            self.safe.count("leases_lost", self.task.name)
+            signals.lease_lost.send(sender=self.task.name, job_id=self.id, fence=job.fence)
+            raise Ignore(str(exc)) from None
+        finally:
+            current.end(job, scope)
+            self.safe.keeper.drop(held)
+
+    # -- claim ---------------------------------------------------------------------------------------------------------
+
+    def _ttl(self) -> float:
+        return float(self.task.lease_ttl or self.safe.config.lease_ttl)
+
+    def _claim(self, digest: str, token: Any, nonce: Any) -> tuple[Row | None, float]:
+        params: dict[str, Any] = {
+            "id": self.id,
+            "token": token,
+            "owner": self.owner,
+            "ttl": self._ttl(),
+            "generation": self.mark.generation if self.mark is not None else 0,
+            "digest": digest,
+        }
+        statement = "CLAIM"
+        if self.whole_body:
+            statement = "CLAIM_BODY"
+            body = self.task.body()
+            arguments = body.bind(self.args, self.kwargs).arguments
+            shown = {k: v for k, v in arguments.items() if k not in body.options.redact}
+            options = intent_options(body, self.safe.prefork)
+            del options["repeatable"]
+            params |= options | {
+                "step": "body",
+                "ordinal": 1,
+                "effect": body.name,
+                "keyed": False,
+                "repeatable": False,
+                "whole_body": True,
+                "nonce": nonce,
+                "process": process.identity(),
+                "args": _json_or_none(shown),
+                "args_digest": digest,
+            }
+        for attempt in range(3):
+            since = clock()
+            # The row is the recovery, but an unmarked message may have none yet: wait for the database.
+            rows = self.store.insist(statement, until=None, **params)
+            row = rows[0] if rows else None
+            if row is None and attempt == 0 and self._adopt(digest):
+                continue
+            if row is not None and row.status == JobStatus.QUEUED and 0 < (row.wait_s or 0) <= EARLY_WAIT and attempt < 2:
+                time.sleep(row.wait_s + 0.01)
+                continue
+            return row, since
+        return row, since
+
+    def _adopt(self, digest: str) -> bool:
+        """A message without a row: an unmarked one is persisted and runs; a marked one never runs."""
+        if self.mark is None:
+            envelope = self._envelope()
+            self.safe.publisher.accept(envelope, {}, actor=self.owner)
+            return True
+        missing = self.store.insist("MISSING", id=self.id, seq=self.mark.seq)[0]
+        if missing.from_the_future and not missing.pruned:
+            self.store.insist(
+                "INSERT_MISSING",
+                id=self.id,
+                task=self.task.name,
+                tenant=self.mark.tenant,
+                queue=(self.request.delivery_info or {}).get("routing_key"),
+                digest=digest,
+                envelope=self._envelope().encode(self.task.serializer or self.task.app.conf.task_serializer),
+                owner=self.owner,
+            )
+            logger.error("job %s has a message but no row: the database is older than the broker; parked", self.id)
+            self._tell_unknown("row_missing")
+        self._stale("no_row")
+        return False
+
+    def _envelope(self) -> Envelope:
+        request = self.request
+        delivery = request.delivery_info or {}
+        names = ("lang", "task", "id", "shadow", "eta", "expires", "group", "group_index", "retries", "timelimit")
+        names += ("root_id", "parent_id", "argsrepr", "kwargsrepr", "origin", "ignore_result", "replaced_task_nesting")
+        names += ("stamped_headers", "stamps")
+        headers = {name: getattr(request, name, None) for name in names}
+        headers["task"], headers["id"] = self.task.name, self.id
+        embed = {name: getattr(request, name, None) for name in ("callbacks", "errbacks", "chain", "chord")}
+        options = {"queue": delivery.get("routing_key") or None, "priority": delivery.get("priority")}
+        properties = {"correlation_id": request.correlation_id or self.id, "reply_to": request.reply_to or ""}
+        return Envelope(headers, properties, (list(self.args), self.kwargs, embed), options)
+
+    def _not_claimed(self, row: Row | None) -> Any:
+        if row is None:
+            self._stale("no_row")
+        assert row is not None
+        if row.status in {s.value for s in TERMINAL}:
+            if row.settled or not row.settle_due:
+                self._stale("finished")
+            return self._tell_end(row)
+        if row.status == JobStatus.QUEUED:
+            if row.dying:
+                self.safe.sweeper.dying(self.id, self.owner)
+                self.safe.publisher.deliver_now(self.id)
+                raise Ignore
+            if (row.wait_s or 0) > 0:
+                self.safe.publisher.soon(self.id)
+                self._stale("early")
+        self._stale(f"job_{row.status}")
+
+    def _tell_end(self, row: Row) -> Any:
+        """The end stands in the row, but Celery was not told: let it store, dispatch and count now."""
+        self._settles(row.fence)
+        if row.status == JobStatus.SUCCEEDED:
+            return canonical.decode(row.result)
+        if row.status == JobStatus.CANCELLED:
+            self._tell_cancelled(row.reason or "cancelled", row.fence)
+        raise failures.from_json(canonical.decode(row.error) or {"text": f"job {self.id} failed: {row.reason}"})
+
+    def _stale(self, why: str) -> None:
+        logger.info("delivery of job %s is stale (%s) and ignored", self.id, why)
+        self.safe.count("stale_deliveries", why)
+        signals.stale_delivery.send(sender=self.task.name, job_id=self.id, reason=why)
+        raise Ignore(f"stale delivery: {why}")
+
+    # -- run -----------------------------------------------------------------------------------------------------------
+
+    def _started(self) -> None:
+        task = self.task
+        if task._store_started and not self.request.ignore_result:
+            try:
+                meta = {"pid": os.getpid(), "hostname": self.request.hostname}
+                task.backend.store_result(self.id, meta, states.STARTED, request=self.request)
+            except Exception:
+                logger.warning("STARTED of job %s could not be stored", self.id, exc_info=True)
+        before_start = type(task)._user_before_start
+        if before_start is not None:
+            before_start(task, self.id, self.args, self.kwargs)
+
+    def _body(self, job: ActiveJob) -> _Conclusion:
+        try:
+            self._started()
+            value = self.task.run(*self.args, **self.kwargs)
+        except BaseException as exc:
+            return self._failed(job, exc)
+        if job.parked is not None or job.mismatch is not None:
+            return self._failed(job, job.mismatch or job.parked)  # type: ignore[arg-type]
+        try:
+            return _Conclusion("succeeded", result=canonical.encode(value), value=value)
+        except (TypeError, ValueError) as exc:
+            error = EffectResultInvalid(
+                f"task {self.task.name} returned what is not JSON ({exc}); its effects are recorded and are not run again"
+            )
+            return _Conclusion("failed", "result_not_json", error=failures.to_json(error), tell=error)
+
+    def _failed(self, job: ActiveJob, exc: BaseException) -> _Conclusion:
+        """What an exception out of the body means for the job."""
+        stop = failures.find(exc, (LeaseLost,))
+        if stop is not None:
+            raise stop
+        unknown = job.parked or failures.find(exc, (OutcomeUnknown,))
+        if unknown is not None:
+            return _Conclusion("unknown", "outcome_unknown", error=failures.to_json(unknown), tell=Ignore())
+        mismatch = job.mismatch or failures.find(exc, (ReplayMismatch,))
+        if mismatch is not None:
+            return _Conclusion("held", "replay_mismatch", error=failures.to_json(mismatch), tell=Ignore())
+        cancelled = failures.find(exc, (JobCancelled,))
+        if cancelled is not None:
+            if cancelled.details.get("requested"):  # type: ignore[attr-defined]
+                return _Conclusion("cancelled", "cancelled", tell=Ignore())
+            error = SafeEffectsError(f"job {self.id} expired or is older than its max_age")
+            return _Conclusion("failed", "max_age", error=failures.to_json(error), tell=error)
+        deferred = failures.find(exc, (Deferred,))
+        if deferred is not None:
+            key = deferred.details.get("waiting_for")  # type: ignore[attr-defined]
+            return _Conclusion("queued", f"waiting_for:{key}", refund=1, waiting_for=key, tell=Ignore())
+        if isinstance(exc, Retry):
+            return self._retry(job, exc)
+        if isinstance(exc, Ignore):
+            return self._ignored(job)
+        if isinstance(exc, Reject):
+            error = SafeEffectsError(f"the task rejected its message: {exc.reason}")
+            return _Conclusion("failed", "rejected", error=failures.to_json(error), tell=error)
+        if job.not_happened is not None and failures.find(exc, (type(job.not_happened),)) is job.not_happened:
+            delay = min(MAX_BACKOFF, BACKOFF * 2 ** min(job.attempt - 1, 16))
+            tell = Retry(exc=job.not_happened, when=delay)  # type: ignore[arg-type]
+            return _Conclusion("again", "not_happened", error=failures.to_json(exc), delay=delay, tell=tell, value=exc)
+        if not isinstance(exc, Exception):
+            # The process is being ended: between two effects the body may run again.
+            return _Conclusion("queued", "stopped", refund=1, tell=exc)
+        return _Conclusion("failed", "error", error=failures.to_json(exc), tell=exc)
+
+    def _retry(self, job: ActiveJob, exc: Retry) -> _Conclusion:
+        delay = exc.when if isinstance(exc.when, (int, float)) else 0.0
+        if not isinstance(exc.when, (int, float)) and exc.when is not None:
+            delay = max(0.0, exc.when.timestamp() - time.time())
+        cause = failures.to_json(exc.exc) if isinstance(exc.exc, BaseException) else {"text": str(exc)}
+        return _Conclusion(
+            "again", f"retry: {cause['text']}"[:500], error=cause, delay=float(delay), outgoing=job.outgoing, tell=exc,
+            value=exc.exc if isinstance(exc.exc, Exception) else exc,
+        )
+
+    def _ignored(self, job: ActiveJob) -> _Conclusion:
+        """``Ignore``: done, and Celery stores nothing."""
+        return _Conclusion("succeeded", "ignored", result="null", settle=False, tell=Ignore())
+
+    def _whole_body(self, job: ActiveJob, row: Row, nonce: Any, since: float) -> Any:
+        """The body is one effect: its outcome is the job's end, in one statement."""
+        body = self.task.body()
+        key = job.key("body")
+        if row.nonce != nonce:
+            return self._conclude(job, self._unknown(key, "an earlier attempt's outcome is not known"))
+        options = body.options
+        expires = since + options.deadline if options.deadline else None
+        arguments = body.bind(self.args, self.kwargs).arguments
+        job.operation = Operation(
+            key=key,
+            job_id=self.id,
+            step="body",
+            effect=body.name,
+            attempt=row.op_attempt,
+            tenant=job.tenant,
+            arguments={k: v for k, v in arguments.items() if k not in options.redact},
+            intent_at=row.intent_at,
+            deadline_at=row.deadline_at,
+            _expires=expires,
+            _clock=clock,
+        )
+        kill = options.deadline if self.safe.prefork and options.kill_at_deadline else None
+        value: Any = None
+        raised: BaseException | None = None
+        with self.safe.hooks.armed(kill):
+            try:
+                self._started()
+                value = self._run_tracked(job)
+            except BaseException as exc:
+                raised = exc
+        if raised is None:
+            ref, result, invalid = outcome_of(value, key)
+            error = None if invalid is None else {"text": f"task {self.task.name!r} {invalid}"}
+            if error is not None:
+                self._pend(job, "failed", "result_not_json", error, 0.0)
+            job.record_outcome("OUTCOME", key, nonce, Op.OUTCOME_CONFIRMED, ref, result, error)
+            if error is not None:
+                raise EffectResultInvalid(error["text"])
+            self._settles(job.fence)
+            return value
+        if isinstance(raised, (LeaseLost, JobCancelled)):
+            # Raised by a checkpoint in the body: whether it had begun its effect, only its author could say.
+            status = Op.UNKNOWN
+        elif isinstance(raised, Retry):
+            status = Op.NOT_HAPPENED
+        elif isinstance(raised, self.task.throws or ()):
+            status = Op.REFUSED
+        else:
+            status = classify(options, raised)
+        error = failures.to_json(raised)
+        again = True
+        if status == Op.NOT_HAPPENED:
+            conclusion = (
+                self._retry(job, raised)
+                if isinstance(raised, Retry)
+                else _Conclusion("again", "not_happened", delay=BACKOFF * 2 ** min(job.attempt - 1, 6))
+            )
+            again = self._pend(job, "queued", conclusion.reason, error, conclusion.delay, conclusion.outgoing)
+            if not again:
+                self._pend(job, "failed", "max_attempts", error, 0.0)
+        elif status == Op.REFUSED:
+            self._pend(job, "failed", "refused", error, 0.0)
+        job.record_outcome("OUTCOME", key, nonce, status, None, None, error)
+        if status == Op.UNKNOWN:
+            return self._conclude(job, self._unknown(key, error["text"]))
+        if status == Op.NOT_HAPPENED and again:
+            self.safe.publisher.deliver_now(self.id)
+            if isinstance(raised, Retry):
+                raise raised
+            raise Retry(exc=raised, when=conclusion.delay) from raised  # type: ignore[arg-type]
+        self._settles(job.fence)
+        raise raised
+
+    def _unknown(self, key: str, why: str) -> _Conclusion:
+        unknown = OutcomeUnknown(f"operation {key}: {why}", key=key, job_id=self.id)
+        return _Conclusion("unknown", "outcome_unknown", error=failures.to_json(unknown), tell=Ignore())
+
+    def _run_tracked(self, job: ActiveJob) -> Any:
+        """Run the body so that ``retry()`` can tell the author's call from the one that ``autoretry_for`` makes."""
+        task = self.task
+        original = task.__dict__.get("_orig_run")
+        if original is None:
+            job.in_body = True
+            return task.run(*self.args, **self.kwargs)
+        if not getattr(original, "_safe_effects_tracked", False):
+
+            def tracked(*args: Any, **kwargs: Any) -> Any:
+                here = current.job()
+                if here is None:
+                    return original(*args, **kwargs)
+                here.in_body = True
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    here.in_body = False
+
+            tracked._safe_effects_tracked = True  # type: ignore[attr-defined]
+            task._orig_run = tracked
+        return task.run(*self.args, **self.kwargs)
+
+    def _pend(
+        self, job: ActiveJob, status: str, reason: str | None, error: Any, delay: float, outgoing: Envelope | None = None
+    ) -> bool:
+        rows = self.store.insist(
+            "BODY_PENDING",
+            until=job.held.trusted,
+            id=self.id,
+            token=job.lease.token,
+            fence=job.fence,
+            pending=status,
+            reason=reason,
+            error=canonical.encode(error),
+            delay=delay,
+            **self._outgoing(outgoing),
+        )
+        if not rows:
+            raise job._lost()
+        return bool(rows[0].again)
+
+    # -- conclude ------------------------------------------------------------------------------------------------------
+
+    def _outgoing(self, outgoing: Envelope | None) -> dict[str, Any]:
+        if outgoing is None:
+            return {"envelope": None, "digest": None, "retries": None}
+        serializer = outgoing.options.get("serializer") or self.task.app.conf.task_serializer
+        return {
+            "envelope": outgoing.encode(serializer),
+            "digest": outgoing.digest(),
+            "retries": int(outgoing.headers.get("retries") or 0),
+        }
+
+    def _conclude(self, job: ActiveJob, end: _Conclusion) -> Any:
+        """Write the end, then tell Celery what was written."""
+        with_ref = end.wish == "succeeded"
+        params: dict[str, Any] = {
+            "id": self.id,
+            "token": job.lease.token,
+            "fence": job.fence,
+            "actor": self.owner,
+            "wish": end.wish,
+            "reason": end.reason,
+            "ref": (job.last_ref or f"result:{self.id}") if with_ref else None,
+            "result": end.result,
+            "error": None if end.error is None else canonical.encode(end.error),
+            "delay": end.delay,
+            "refund": end.refund,
+            "waiting_for": end.waiting_for,
+            "patience": self.safe.config.republish_after,
+            "settle": end.settle,
+            "generation": None,
+            "task": None,
+            **self._outgoing(end.outgoing),
+        }
+        rows = self.store.insist("LEAVE", until=None, **params)
+        if not rows:
+            rows = self._already_left(job)
+        status = rows[0].status
+        if status == JobStatus.QUEUED:
+            if end.waiting_for is None:
+                self.safe.publisher.deliver_now(self.id)
+            raise end.tell or Ignore()
+        if status == JobStatus.UNKNOWN:
+            self._tell_unknown(rows[0].reason or "unknown", end.error)
+            raise Ignore
+        if status == JobStatus.CANCELLED:
+            self._tell_cancelled(rows[0].reason or "cancelled", job.fence)
+        self._settles(job.fence)
+        if status == JobStatus.FAILED and end.wish == "again":
+            raise end.value or end.tell
+        if end.tell is not None:
+            raise end.tell
+        return end.value
+
+    def _already_left(self, job: ActiveJob) -> list[Row]:
+        """No row: an earlier try got through and its reply was lost, or the job is no longer ours."""
+        found = self.store.insist("JOB", id=self.id)
+        if found and found[0].lease_token == job.lease.token and found[0].fence == job.fence:
+            if found[0].status in {s.value for s in TERMINAL}:
+                return found
+        raise job._lost()
+
+    def _settles(self, fence: int) -> None:
+        """Celery is about to be told of an end; when it has been, the row says so."""
+        self.request.safe_effects_settles = fence
+
+    def _tell_unknown(self, reason: str, error: Any = None) -> None:
+        self.safe.teller.unknown(self.task, self.id, self.request, reason, error)
+
+    def _tell_cancelled(self, reason: str, fence: int) -> None:
+        self.safe.teller.cancelled(self.task, self.id, self.request, reason, fence)
+        raise Ignore(f"job {self.id} is cancelled")
+
+
+def _json_or_none(value: Any) -> str | None:
+    try:
+        return canonical.canonical(value)
+    except (TypeError, ValueError):
+        return None

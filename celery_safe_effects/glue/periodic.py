@@ -1,0 +1,46 @@
+"""The sweep and the reconciliation as Celery tasks on their own queue, sent by beat beside the user's own entries."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from ..app import SafeEffects
+
+SWEEP: Final = "celery_safe_effects.sweep"
+RECONCILE: Final = "celery_safe_effects.reconcile"
+
+
+def install(safe: SafeEffects, app: Celery) -> None:
+    """Register both tasks, and their beat entries once the app is configured."""
+
+    def sweep(self: Any) -> dict[str, Any]:
+        """Recover leases that ran out, publish what is due."""
+        return asdict(safe.sweeper.run(safe.owner(self.request.hostname)))
+
+    def reconcile(self: Any) -> dict[str, Any]:
+        """Ask providers about operations whose outcome is unknown."""
+        return asdict(safe.reconciler.run(safe.owner(self.request.hostname)))
+
+    options = {"bind": True, "ignore_result": True, "shared": False, "acks_late": False, "max_retries": 0}
+    app.task(sweep, name=SWEEP, **options)
+    app.task(reconcile, name=RECONCILE, **options)
+
+    def add_entries(sender: Any = None, **_: Any) -> None:
+        config = safe.config
+        for name, interval in ((SWEEP, config.sweep_interval), (RECONCILE, config.reconcile_interval)):
+            # An entry that could not run in time is worthless: the next one does the same.
+            sender.conf.beat_schedule.setdefault(
+                name,
+                {
+                    "task": name,
+                    "schedule": interval,
+                    "options": {"queue": config.queue, "expires": max(2 * interval, 10.0)},
+                },
+            )
+
+    safe.keep(add_entries)
+    app.on_after_finalize.connect(add_entries, weak=False)

@@ -1,0 +1,433 @@
+"""The way out: every task message passes here, and the row of a safe one is durable before it is published."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+from uuid import NAMESPACE_OID, uuid5
+
+import psycopg
+from celery import current_task, states
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+from kombu.exceptions import EncodeError
+from kombu.exceptions import OperationalError as BrokerError
+
+from ..engine import current
+from ..engine.job import ActiveJob
+from ..errors import (
+    AcceptanceUnknown,
+    ConfigurationError,
+    IdempotencyConflict,
+    PayloadInvalid,
+    PayloadTooLarge,
+    StoreUnavailable,
+)
+from ..states import TERMINAL
+from .envelope import MARK, Envelope, Mark, routing_options, with_stable_ids
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from ..app import SafeEffects
+
+logger = logging.getLogger(__name__)
+
+OURS: Final = ("idempotency_key", "tenant", "pool", "max_attempts", "max_age")
+"""Options of ``apply_async`` that are the library's own and never reach the broker."""
+
+DEFAULT_TENANT: Final = "default"
+UNBOUNDED_ATTEMPTS: Final = 2**31 - 1
+ACCEPT_TRIES: Final = 3
+
+
+class _AlreadyAccepted(Exception):
+    """Internal: the id or key belongs to an existing job; nothing is published."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(job_id)
+        self.job_id = job_id
+
+
+_publishing_as_is: ContextVar[bool] = ContextVar("safe_effects_as_is", default=False)
+
+
+@contextlib.contextmanager
+def as_is() -> Iterator[None]:
+    """Within this block, messages are published without a row being written: they have one."""
+    token = _publishing_as_is.set(True)
+    try:
+        yield
+    finally:
+        _publishing_as_is.reset(token)
+
+
+class Publisher:
+    """Wraps an app's sending of task messages.
+
+    Arguments:
+        safe: the composition root.
+    """
+
+    def __init__(self, safe: SafeEffects) -> None:
+        self.safe = safe
+        self.app: Celery = safe.app
+        self._known: dict[str, bool] = {}
+
+    # -- installation --------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Wrap ``app.send_task`` and ``app.amqp.send_task_message``, whichever of them exist already."""
+        app = self.app
+        send_task = app.send_task
+
+        def safe_send_task(name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+            return self.send_task(send_task, name, args, kwargs, options)
+
+        app.send_task = safe_send_task
+        original_cls = app.amqp_cls
+        publisher = self
+
+        from celery.utils.imports import symbol_by_name
+        from kombu.utils.objects import cached_property
+
+        base: Any = symbol_by_name(original_cls) if isinstance(original_cls, str) else original_cls
+
+        class SafeAMQP(base):  # type: ignore[misc]
+            @cached_property
+            def send_task_message(self) -> Callable[..., Any]:
+                return publisher.wrap(base._create_task_sender(self))
+
+        app.amqp_cls = SafeAMQP
+        existing = app.__dict__.get("amqp")
+        if existing is not None:
+            existing.send_task_message = self.wrap(existing._create_task_sender())
+
+    def wrap(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        """The wrapped ``send_task_message``."""
+        self.send_as_is = send
+
+        def send_task_message(producer: Any, name: str, message: Any, **options: Any) -> Any:
+            return self.send_task_message(send, producer, name, message, options)
+
+        return send_task_message
+
+    # -- from app.send_task to the row ---------------------------------------------------------------------------------
+
+    def send_task(
+        self, send: Callable[..., Any], name: str, args: Any, kwargs: Any, options: dict[str, Any]
+    ) -> Any:
+        """``app.send_task`` with ids that a replay finds again, and existing jobs in place of new ones."""
+        job = current.job()
+        if job is not None and not options.get("task_id"):
+            options["task_id"] = self.child_id(job)
+        try:
+            return send(name, args, kwargs, **options)
+        except _AlreadyAccepted as found:
+            result_cls = options.get("result_cls") or self.app.AsyncResult
+            result = result_cls(found.job_id)
+            if not options.get("ignore_result") and options.get("add_to_parent", True):
+                parent = current_task
+                if parent and getattr(parent, "request", None) is not None and parent.request.id:
+                    parent.add_trail(result)
+            return result
+
+    def child_id(self, job: ActiveJob) -> str:
+        """The id of the next message sent by a job's body: the same each time that the body runs."""
+        job.children += 1
+        return str(uuid5(NAMESPACE_OID, f"{job.id}:{job.generation}:child:{job.children}"))
+
+    def is_safe(self, name: str) -> bool:
+        """Whether a task of this name is a SafeTask: registered here, or known to the database from a worker."""
+        from .task import SafeTask
+
+        task = self.app.tasks.get(name)
+        if task is not None:
+            return isinstance(task, SafeTask)
+        if name not in self._known:
+            try:
+                row = self.safe.store.row("KNOWN_TASK", name=name)
+            except (ConfigurationError, StoreUnavailable, psycopg.Error):
+                return False
+            if not (row and row[0]):
+                return False
+            self._known[name] = True
+        return True
+
+    def send_task_message(
+        self, send: Callable[..., Any], producer: Any, name: str, message: Any, options: dict[str, Any]
+    ) -> Any:
+        """Write the row of a safe message, then publish it."""
+        ours = {key: options.pop(key) for key in OURS if key in options}
+        transaction = options.pop("transaction", None)
+        if _publishing_as_is.get() or not isinstance(message[2], tuple):
+            return send(producer, name, message, **options)
+        if not (ours.get("idempotency_key") or transaction is not None or self.is_safe(name)):
+            return send(producer, name, message, **options)
+        headers, properties, body, sent_event = message
+        extra = options.pop("headers", None)
+        if extra:
+            headers.update(extra)
+        body = with_stable_ids(headers["id"], body)
+        envelope = Envelope(
+            {key: value for key, value in headers.items() if key != MARK}, properties, body, routing_options(options)
+        )
+        job = current.job()
+        if job is not None and job.id == envelope.id:
+            # A retry, or a replacement: written when the body has unwound, with the end of this run.
+            job.outgoing = envelope
+            return None
+        seq, publish = self.accept(envelope, ours, parent=job)
+        mark = Mark(seq, 0, envelope.digest(), self._tenant(ours, name))
+        if not publish:
+            return None
+        marked = envelope.marked(mark, eta=_time(self.app, envelope.headers.get("eta")))
+        return self._publish(send, producer, name, (marked.headers, properties, body, sent_event), options, envelope.id)
+
+    def _publish(
+        self, send: Callable[..., Any], producer: Any, name: str, message: Any, options: dict[str, Any], job_id: str
+    ) -> Any:
+        try:
+            return send(producer, name, message, **options)
+        except (BrokerError, OSError) as exc:
+            # Accepted is accepted: the message is only a hint, and the sweeper will give it again.
+            logger.warning("job %s is accepted, but its message could not be published: %r", job_id, exc)
+            self.soon(job_id)
+            return None
+
+    def soon(self, job_id: str) -> None:
+        """Ask the sweeper to publish a job's message soon; losing this costs only time."""
+        try:
+            self.safe.store.rows("PUBLISH_SOON", id=job_id)
+        except (StoreUnavailable, psycopg.Error):
+            logger.debug("job %s waits for its republication", job_id, exc_info=True)
+
+    def _tenant(self, ours: dict[str, Any], name: str) -> str:
+        """Given, else inherited from the job that sends it, else the task's, else the default."""
+        if ours.get("tenant"):
+            return str(ours["tenant"])
+        job = current.job()
+        if job is not None:
+            return job.tenant
+        sender = current_task
+        if sender:
+            mark = Mark.of(getattr(sender.request, MARK, None))
+            if mark is not None:
+                return mark.tenant
+        task = self.app.tasks.get(name)
+        return str(getattr(task, "tenant", None) or DEFAULT_TENANT)
+
+    def accept(
+        self, envelope: Envelope, ours: dict[str, Any], *, parent: ActiveJob | None = None, actor: str = "producer"
+    ) -> tuple[int, bool]:
+        """Make a job's row durable.
+
+        Returns:
+            its sequence number, and whether its message goes out now (a later ETA waits in PostgreSQL).
+
+        Raises:
+            PayloadInvalid, PayloadTooLarge, IdempotencyConflict, StoreUnavailable: nothing was written.
+            AcceptanceUnknown: the database did not say.
+        """
+        config = self.safe.config
+        task = self.app.tasks.get(envelope.task)
+        serializer = envelope.options.get("serializer") or self.app.conf.task_serializer
+        try:
+            data = envelope.encode(serializer)
+        except (EncodeError, TypeError, ValueError) as exc:
+            raise PayloadInvalid(
+                f"the arguments of {envelope.task} cannot be encoded as {serializer}: {exc}; nothing was enqueued"
+            ) from exc
+        if len(data) > config.max_payload:
+            raise PayloadTooLarge(
+                f"the message of {envelope.task} is {len(data)} bytes, more than safe_effects_max_payload "
+                f"({config.max_payload}); nothing was enqueued: pass a reference instead of the data",
+                reason="payload_too_large",
+                limit=config.max_payload,
+                current=len(data),
+            )
+        digest = envelope.digest()
+        tenant = self._tenant(ours, envelope.task)
+        params = {
+            "id": envelope.id,
+            "task": envelope.task,
+            "tenant": tenant,
+            "pool": ours.get("pool") or getattr(task, "pool", None),
+            "queue": _queue_name(self.app, envelope.options),
+            "key": _key(ours.get("idempotency_key")),
+            "digest": digest,
+            "parent": parent.id if parent is not None else envelope.headers.get("parent_id"),
+            "retries": int(envelope.headers.get("retries") or 0),
+            "max_attempts": _max_attempts(ours, task, config.max_attempts),
+            "eta": _time(self.app, envelope.headers.get("eta")),
+            "expires": _time(self.app, envelope.headers.get("expires")),
+            "max_age": float(ours.get("max_age") or _seconds(getattr(task, "max_age", None)) or config.max_age),
+            "envelope": data,
+            "settle": envelope.needs_settling,
+            "actor": actor,
+            "lead": config.sweep_interval,
+            "republish": config.republish_after,
+        }
+        row = self._insert(params)
+        if row is not None:
+            return row.seq, row.publish
+        raise self._existing(params)
+
+    def _insert(self, params: dict[str, Any]) -> Any:
+        """The accepting statement; repeated under the same id if its reply was lost."""
+        sent = False
+        for attempt in range(ACCEPT_TRIES):
+            try:
+                row = self.safe.store.row("ACCEPT", **params)
+                if row is None and sent:
+                    holder = self.safe.store.row("HOLDER", id=params["id"], tenant=params["tenant"], key=params["key"])
+                    if holder is not None and holder.id == params["id"] and holder.args_digest == params["digest"]:
+                        return _Accepted(holder.seq, True)  # the first try got through; only its reply was lost
+                return row
+            except StoreUnavailable as exc:
+                if not sent:
+                    raise
+                raise self._acceptance_unknown(params["id"], exc) from exc
+            except psycopg.OperationalError as exc:
+                sent = True
+                if attempt == ACCEPT_TRIES - 1 or isinstance(exc, psycopg.errors.QueryCanceled):
+                    raise self._acceptance_unknown(params["id"], exc) from exc
+            except psycopg.DataError as exc:
+                raise PayloadInvalid(f"the database cannot store the job: {str(exc).strip()}; nothing was enqueued") from exc
+        raise AssertionError("unreachable")
+
+    def _acceptance_unknown(self, job_id: str, exc: BaseException) -> AcceptanceUnknown:
+        return AcceptanceUnknown(
+            f"the database did not confirm job {job_id} ({str(exc).strip()}); enqueue again with task_id={job_id!r} "
+            "or the same idempotency key: if it was accepted, the same job is returned",
+            job_id=job_id,
+        )
+
+    def _existing(self, params: dict[str, Any]) -> Exception:
+        holder = self.safe.store.row("HOLDER", id=params["id"], tenant=params["tenant"], key=params["key"])
+        if holder is None:
+            return StoreUnavailable("the key is being taken or released at this very moment; try again")
+        if holder.task != params["task"] or holder.args_digest != params["digest"]:
+            what = f"idempotency key {params['key']!r}" if params["key"] and holder.id != params["id"] else "task id"
+            return IdempotencyConflict(
+                f"{what} belongs to job {holder.id} ({holder.task}, {holder.status}) with another task or other "
+                "arguments; that job is unchanged, and nothing was enqueued",
+                job_id=holder.id,
+            )
+        if holder.status in {s.value for s in TERMINAL} and holder.settled and holder.seq is not None:
+            self._refresh_result(holder.id)
+        return _AlreadyAccepted(holder.id)
+
+    def _refresh_result(self, job_id: str) -> None:
+        """The backend may have forgotten a finished job's result: deliver its end once more."""
+        try:
+            if self.app.backend.get_state(job_id) == states.PENDING and not self._ignores(job_id):
+                self.safe.store.rows("UNSETTLE", id=job_id)
+        except Exception:
+            logger.debug("the result of job %s could not be checked", job_id, exc_info=True)
+
+    def _ignores(self, job_id: str) -> bool:
+        row = self.safe.store.row("JOB", id=job_id)
+        return row is None or not row.settle
+
+    # -- from the row to the broker ------------------------------------------------------------------------------------
+
+    def deliver(self, rows: list[Any]) -> int:
+        """Publish stored envelopes; the rows already say when to try next.
+
+        Returns:
+            how many were published.
+        """
+        done = 0
+        for row in rows:
+            try:
+                self._deliver(row)
+                done += 1
+            except (BrokerError, OSError) as exc:
+                logger.warning("publishing job %s failed, the sweeper will try again: %r", row.id, exc)
+            except Exception:
+                logger.exception("publishing job %s failed", row.id)
+        return done
+
+    def _deliver(self, row: Any) -> None:
+        stored = Envelope.decode(row.envelope, self.app.conf.accept_content)
+        mark = Mark(row.seq, row.generation, row.args_digest, row.tenant)
+        envelope = stored.marked(mark, eta=row.run_after, retries=row.retries)
+        options = dict(envelope.options)
+        if options.get("exchange") == "" or not options.get("exchange"):
+            options.pop("exchange", None)
+        self.app.amqp  # noqa: B018  # creates the sender that wrap() remembers
+        self.app.amqp.send_task_message  # noqa: B018
+        with self.app.producer_pool.acquire(block=True) as producer, as_is():
+            self.send_as_is(
+                producer, row.task, (envelope.headers, envelope.properties, envelope.body, None), **options
+            )
+
+    def deliver_now(self, *job_ids: str) -> int:
+        """Publish what is due of these jobs, a little ahead of its time if need be."""
+        config = self.safe.config
+        try:
+            rows = self.safe.store.rows(
+                "DUE",
+                ids=list(job_ids),
+                limit=len(job_ids),
+                ahead=config.sweep_interval,
+                settle_tries=self.safe.SETTLE_TRIES,
+                republish=config.republish_after,
+            )
+        except (StoreUnavailable, psycopg.Error):
+            logger.warning("publishing %s is left to the sweeper", ", ".join(job_ids), exc_info=True)
+            return 0
+        return self.deliver(rows)
+
+
+class _Accepted:
+    def __init__(self, seq: int, publish: bool) -> None:
+        self.seq = seq
+        self.publish = publish
+
+
+def _key(key: Any) -> str | None:
+    if key is None:
+        return None
+    if not isinstance(key, str) or not key or "\x00" in key:
+        raise PayloadInvalid(f"idempotency_key must be a non-empty string, not {key!r}; nothing was enqueued")
+    return key
+
+
+def _max_attempts(ours: dict[str, Any], task: Any, default: int) -> int:
+    """Explicit, else enough for the task's own ``max_retries``, else the setting."""
+    given = ours.get("max_attempts") or getattr(task, "max_attempts", None)
+    if given:
+        return int(given)
+    if task is None:
+        return default
+    retries = task.max_retries
+    return UNBOUNDED_ATTEMPTS if retries is None else max(default, int(retries) + 1)
+
+
+def _seconds(value: Any) -> float | None:
+    return float(value.total_seconds()) if hasattr(value, "total_seconds") else value
+
+
+def _time(app: Celery, value: Any) -> datetime | None:
+    if value is None:
+        return None
+    try:
+        found = maybe_iso8601(value)
+        return maybe_make_aware(found, app.timezone if not app.conf.enable_utc else None)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, AttributeError) as exc:
+        raise PayloadInvalid(f"{value!r} is not a time ({exc}); nothing was enqueued") from exc
+
+
+def _queue_name(app: Celery, options: dict[str, Any]) -> str | None:
+    queue = options.get("queue")
+    if queue is None and not options.get("exchange"):
+        queue = app.conf.task_default_queue
+    return str(queue) if queue else str(options.get("routing_key") or "") or None
+
+
+__all__ = ["Publisher", "as_is"]

@@ -1,0 +1,134 @@
+"""``SafeRequest``: the worker's main process, when a pool child dies, is ended, or runs out of time.
+
+It fences the attempt first, then releases the job (nothing open) or parks it, acknowledges, and does not call Celery's
+own handlers, which would store FAILURE and run errbacks for a job whose outcome is open.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from billiard.einfo import ExceptionWithTraceback
+from billiard.exceptions import Terminated
+from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.worker import state
+from celery.worker.request import Request
+
+from ..engine.sweep import BACKOFF, MAX_BACKOFF
+from ..states import JobStatus
+from .envelope import MARK, Mark
+
+if TYPE_CHECKING:
+    from ..app import SafeEffects
+
+logger = logging.getLogger(__name__)
+
+LOST = (WorkerLostError, TimeLimitExceeded, Terminated, SystemExit, KeyboardInterrupt)
+
+
+class SafeRequest(Request):  # type: ignore[misc]
+    """A request of a :class:`~celery_safe_effects.SafeTask`."""
+
+    _left = False
+
+    @property
+    def _safe(self) -> SafeEffects:
+        return self.task.safe_effects  # type: ignore[no-any-return]
+
+    @property
+    def marked(self) -> bool:
+        """Whether the message belongs to a row already."""
+        return Mark.of(self._request_dict.get(MARK)) is not None
+
+    def maybe_expire(self) -> bool:
+        """Never: expiry is judged by the database, not by this worker's clock."""
+        return False
+
+    def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
+        """A child that is gone ends its attempt; everything else is Celery's."""
+        exc = exc_info.exception
+        if isinstance(exc, ExceptionWithTraceback):
+            exc = exc.exc
+        if isinstance(exc, LOST):
+            if not self._left:
+                reason = "time_limit" if isinstance(exc, TimeLimitExceeded) else "worker_lost"
+                self._leave(reason)
+            return None
+        return super().on_failure(exc_info, send_failed_event, return_ok)
+
+    def on_timeout(self, soft: bool, timeout: float) -> None:
+        """A hard limit ends the attempt before the child is killed."""
+        if soft:
+            super().on_timeout(soft, timeout)
+            return
+        if not state.should_terminate:
+            logger.error("hard time limit (%ss) exceeded for %s[%s]", timeout, self.name, self.id)
+        self._leave("time_limit")
+
+    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
+        """Celery gives the task up, after a lost connection for instance: the attempt is over."""
+        if self.time_start:
+            self._leave("worker_cancelled")
+            pool.terminate_job(self.worker_pid, signal)
+        self._already_cancelled = True
+        self._end_apply(signal)
+
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """``revoke(terminate=True)``: cancel the job, then end its process."""
+        if not self.time_start:
+            super().terminate(pool, signal)
+            return
+        self._cancel_job("revoked")
+        self._leave("terminated")
+        pool.terminate_job(self.worker_pid, signal)
+        self._already_revoked = True
+        self._end_apply(signal)
+
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+        """A revoke before the start cancels the row, which tells Celery in turn."""
+        self._cancel_job(reason)
+        self._safe.publisher.deliver_now(self.id)
+        self._done()
+        self._already_revoked = True
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _end_apply(self, signal: Any) -> None:
+        obj = self._apply_result() if self._apply_result is not None else None
+        if obj is not None:
+            obj.terminate(signal)
+
+    def _cancel_job(self, reason: str) -> None:
+        try:
+            self._safe.store.rows("CANCEL", id=self.id, reason=reason, actor=self._safe.owner(self.hostname))
+        except Exception:
+            logger.warning("job %s could not be cancelled", self.id, exc_info=True)
+
+    def _leave(self, reason: str) -> None:
+        """Fence the attempt and release or park the job; what cannot be written now, the lease's end will do."""
+        self._left = True
+        safe = self._safe
+        owner = f"{self.hostname}/{self.worker_pid}/"
+        try:
+            rows = safe.store.rows(
+                "LOST",
+                id=self.id,
+                owner=owner,
+                wish="again",
+                reason=reason,
+                delay=BACKOFF,
+                max_delay=MAX_BACKOFF,
+                actor=safe.owner(self.hostname),
+            )
+        except Exception:
+            logger.warning("job %s is left to its lease's end", self.id, exc_info=True)
+            rows = []
+        for row in rows:
+            if row.status == JobStatus.UNKNOWN:
+                safe.teller.unknown(self.task, self.id, self._context, reason)
+        self._done()
+
+    def _done(self) -> None:
+        state.task_ready(self)
+        self.acknowledge()

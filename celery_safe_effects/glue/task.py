@@ -1,0 +1,151 @@
+"""``SafeTask``: what runs in the pool child between a broker delivery and Celery's own bookkeeping."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from celery import Task
+from celery.app.task import Task as BaseTask
+
+from ..effects import Effect, body_effect
+from ..engine import current, failures
+from ..engine.job import ActiveJob
+from ..errors import ConfigurationError, NoActiveJob
+
+if TYPE_CHECKING:
+    from ..app import SafeEffects
+
+logger = logging.getLogger(__name__)
+
+
+class SafeTask(Task):  # type: ignore[misc]
+    """Base class of tasks whose deliveries are persisted, leased and recorded.
+
+    Use it as ``@app.task(base=SafeTask, effects=[...])`` in an app that has ``SafeEffects(app)``.
+
+    Attributes:
+        effects: the effects that the body may call. Left out, the whole body is one side effect; an empty list declares
+            it free of side effects.
+        effect_options: where ``effects`` is left out: ``effect()``'s options for the whole body, and ``lookup``.
+        lease_ttl, max_attempts, max_age, max_operations, pool, tenant: per-task values; times in seconds.
+    """
+
+    abstract = True
+    Request = "celery_safe_effects.glue.request:SafeRequest"
+    effects: ClassVar[Sequence[Effect[Any, Any]] | None] = None
+    effect_options: ClassVar[Mapping[str, Any]] = {}
+    lease_ttl: ClassVar[float | None] = None
+    max_attempts: ClassVar[int | None] = None
+    max_age: ClassVar[float | None] = None
+    max_operations: ClassVar[int | None] = None
+    pool: ClassVar[str | None] = None
+    tenant: ClassVar[str | None] = None
+
+    _declared: ClassVar[tuple[Effect[Any, Any], ...] | None] = None
+    _body: ClassVar[Effect[Any, Any] | None] = None
+    _store_started: ClassVar[bool] = False
+    _user_before_start: ClassVar[Callable[..., Any] | None] = None
+
+    @classmethod
+    def on_bound(cls, app: Any) -> None:
+        """Check the declaration when the task meets its app.
+
+        Raises:
+            ConfigurationError: naming the task and what is wrong.
+        """
+        super().on_bound(app)
+        if cls.effects is not None:
+            cls._declared = _declared(cls.name, cls.effects)
+            if cls.effect_options:
+                raise ConfigurationError(
+                    f"task {cls.name!r}: effect_options describe a whole body that is one side effect; with effects= "
+                    "give the options to effect() itself"
+                )
+        # STARTED and a user's before_start come after the claim: a stale delivery must write and run nothing.
+        if cls.track_started:
+            cls._store_started = True
+            cls.track_started = False
+        if cls.before_start is not BaseTask.before_start and cls._user_before_start is None:
+            cls._user_before_start = staticmethod(cls.before_start)
+            cls.before_start = BaseTask.before_start
+
+    @property
+    def job(self) -> ActiveJob:
+        """The running job.
+
+        Raises:
+            NoActiveJob: outside a running job.
+        """
+        found = current.job()
+        if found is None:
+            raise NoActiveJob("self.job exists only while a worker runs the task")
+        return found
+
+    @property
+    def safe_effects(self) -> SafeEffects:
+        """The app's :class:`~celery_safe_effects.SafeEffects`.
+
+        Raises:
+            ConfigurationError: when the app has none.
+        """
+        return of(self._get_app())
+
+    def body(self) -> Effect[Any, Any]:
+        """The effect that this task's whole body is."""
+        found = type(self)._body
+        if found is None:
+            fn = getattr(self, "_orig_run", None) or self.run
+            found = type(self)._body = body_effect(self.name, fn, self.effect_options or {})
+        return found
+
+    def retry(self, *args: Any, **kwargs: Any) -> Any:
+        """As Celery's; the retry is written when the body has unwound, under the same job id, and costs one attempt.
+
+        In a task whose whole body is one side effect, it is the author's recorded statement that running again is safe.
+        """
+        job = current.job()
+        exc = kwargs.get("exc")
+        if job is not None and job.operation is not None and exc is not None and not job.in_body:
+            # autoretry_for: a guess about classes, not a statement about this run.
+            if not failures.matches(exc, self.body().options.not_happened_on):
+                raise exc
+        return super().retry(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        request = self.request
+        if request.called_directly or not request.id:
+            return super().__call__(*args, **kwargs)
+        from .execution import Execution
+
+        return Execution(self, request, args, kwargs).run()
+
+
+def of(app: Any) -> SafeEffects:
+    """The app's :class:`~celery_safe_effects.SafeEffects`.
+
+    Raises:
+        ConfigurationError: when the app has none.
+    """
+    found = app.__dict__.get("_safe_effects")
+    if found is None:
+        raise ConfigurationError(
+            f"the app {app.main!r} has SafeTasks but no SafeEffects; add `SafeEffects(app)` where the app is made"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _declared(name: str, effects: Any) -> tuple[Effect[Any, Any], ...]:
+    if not isinstance(effects, (list, tuple, set, frozenset)):
+        raise ConfigurationError(f"task {name!r}: effects= takes a list of effects, not {effects!r}")
+    seen: dict[str, Effect[Any, Any]] = {}
+    for found in effects:
+        if not isinstance(found, Effect):
+            raise ConfigurationError(f"task {name!r}: effects= lists {found!r}, which is no effect; decorate it with @effect()")
+        if found.name in seen:
+            raise ConfigurationError(f"task {name!r}: effects= lists {found.name!r} twice")
+        seen[found.name] = found
+    return tuple(seen.values())
+
+

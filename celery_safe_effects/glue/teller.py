@@ -1,0 +1,70 @@
+"""Tells Celery, its events and the result backend what the row says, where Celery itself does not."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ..states import UNKNOWN_STATE, JobStatus
+
+if TYPE_CHECKING:
+    from ..app import SafeEffects
+
+logger = logging.getLogger(__name__)
+
+
+class Teller:
+    """Writes ``UNKNOWN`` and ``REVOKED``; whoever writes them re-reads the row.
+
+    Arguments:
+        safe: the composition root.
+    """
+
+    def __init__(self, safe: SafeEffects) -> None:
+        self.safe = safe
+
+    def unknown(self, task: Any, job_id: str, request: Any, reason: str, error: Any = None) -> None:
+        """Show a parked job as UNKNOWN in the result backend and as the event ``task-unknown``."""
+        text = (error or {}).get("text") or reason
+        try:
+            if not _ignores_result(task, request):
+                meta = {"reason": reason, "detail": text}
+                task.backend.store_result(job_id, meta, UNKNOWN_STATE, request=request)
+            # ``exception`` is a field that Flower declares: it shows the reason.
+            self._event(task, request, "task-unknown", uuid=job_id, exception=f"{reason}: {text}", name=task.name)
+        except Exception:
+            logger.warning("UNKNOWN of job %s could not be shown; its row stands", job_id, exc_info=True)
+        self._recheck(job_id, JobStatus.UNKNOWN)
+
+    def cancelled(self, task: Any, job_id: str, request: Any, reason: str, fence: int) -> None:
+        """Show a cancelled job as REVOKED, and settle it."""
+        try:
+            if not _ignores_result(task, request):
+                task.backend.mark_as_revoked(job_id, reason, request=request, store_result=True)
+            expired = reason == "expired"
+            self._event(task, request, "task-revoked", uuid=job_id, terminated=False, signum=None, expired=expired)
+        except Exception:
+            logger.warning("REVOKED of job %s could not be shown; it is delivered again", job_id, exc_info=True)
+            return
+        self.safe.keeper.settle(job_id, fence)
+
+    @staticmethod
+    def _event(task: Any, request: Any, kind: str, **fields: Any) -> None:
+        with task.app.events.default_dispatcher(hostname=getattr(request, "hostname", None)) as dispatcher:
+            dispatcher.send(kind, **fields)
+
+    def _recheck(self, job_id: str, written: JobStatus) -> None:
+        """What the backend holds now may be older than the row: deliver the end again."""
+        try:
+            row = self.safe.store.row("JOB", id=job_id)
+            if row is not None and row.status != written and row.settled:
+                self.safe.store.rows("UNSETTLE", id=job_id)
+        except Exception:
+            logger.warning("job %s could not be read again", job_id, exc_info=True)
+
+
+def _ignores_result(task: Any, request: Any) -> bool:
+    value = getattr(request, "ignore_result", None)
+    return bool(task.ignore_result if value is None else value)
+
+

@@ -1,0 +1,69 @@
+"""States and legal transitions: the one home of both.
+
+The database's triggers refuse everything that is not listed here; a test holds the two against each other, pair by pair.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+
+class JobStatus(str, Enum):
+    """What a job can be. See the state diagram in the documentation."""
+
+    QUEUED = "queued"
+    LEASED = "leased"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+    CANCELLED = "cancelled"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class OperationStatus(str, Enum):
+    """What one recorded side effect can be."""
+
+    INTENT_RECORDED = "intent_recorded"
+    OUTCOME_CONFIRMED = "outcome_confirmed"
+    REFUSED = "refused"
+    NOT_HAPPENED = "not_happened"
+    UNKNOWN = "unknown"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+TERMINAL: Final = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED})
+LIVE: Final = frozenset({JobStatus.LEASED, JobStatus.RUNNING})
+UNRESOLVED: Final = frozenset({OperationStatus.INTENT_RECORDED, OperationStatus.UNKNOWN})
+
+J, O = JobStatus, OperationStatus
+
+JOB_TRANSITIONS: Final[dict[JobStatus, frozenset[JobStatus]]] = {
+    J.QUEUED: frozenset({J.LEASED, J.UNKNOWN, J.FAILED, J.CANCELLED}),
+    J.LEASED: frozenset({J.RUNNING, J.QUEUED, J.UNKNOWN, J.FAILED, J.CANCELLED}),
+    J.RUNNING: frozenset({J.QUEUED, J.SUCCEEDED, J.FAILED, J.UNKNOWN, J.CANCELLED}),
+    J.UNKNOWN: frozenset({J.QUEUED, J.SUCCEEDED, J.FAILED, J.CANCELLED}),
+    J.FAILED: frozenset({J.QUEUED}),  # an operator's retry
+    J.CANCELLED: frozenset({J.QUEUED}),  # an operator's retry
+    J.SUCCEEDED: frozenset(),
+}
+"""``queued → running`` in one statement is two transitions, and the trigger writes two log rows for it."""
+
+OPERATION_TRANSITIONS: Final[dict[OperationStatus, frozenset[OperationStatus]]] = {
+    O.INTENT_RECORDED: frozenset({O.OUTCOME_CONFIRMED, O.REFUSED, O.NOT_HAPPENED, O.UNKNOWN}),
+    # unknown → intent_recorded is a resend: the trigger also asks for the resend rule or the declared policy.
+    O.UNKNOWN: frozenset({O.OUTCOME_CONFIRMED, O.REFUSED, O.NOT_HAPPENED, O.INTENT_RECORDED}),
+    O.NOT_HAPPENED: frozenset({O.INTENT_RECORDED, O.OUTCOME_CONFIRMED}),
+    O.OUTCOME_CONFIRMED: frozenset(),
+    O.REFUSED: frozenset(),
+}
+
+del J, O
+
+UNKNOWN_STATE: Final = "UNKNOWN"
+"""The result backend's state of a parked job; not one of Celery's ready states, so ``get()`` keeps waiting."""

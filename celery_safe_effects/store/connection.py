@@ -1,0 +1,195 @@
+"""Lazily opened psycopg connections, keyed by process id, with a deadline on every statement.
+
+Nothing is opened at import or before a fork is over: a child never touches a connection of its parent. The deadline is
+enforced by the client (a cancel request, then the connection is closed), so that it also holds behind a pooler and
+against a server that does not answer at all; no start-up option and no session state is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import threading
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import psycopg
+from psycopg import pq
+from psycopg.conninfo import make_conninfo
+from psycopg.types.numeric import Int8Dumper
+
+from ..errors import ConfigurationError, StoreUnavailable
+
+CONNECT_TIMEOUT = 5
+
+
+def conninfo_from_url(url: str) -> str:
+    """Turn a SQLAlchemy database URL (or a libpq one) into libpq's form.
+
+    Arguments:
+        url: such as ``postgresql+psycopg://user@host/name``.
+
+    Returns:
+        a conninfo string or URI for psycopg.
+
+    Raises:
+        ConfigurationError: when it is not a PostgreSQL URL.
+    """
+    scheme, sep, rest = url.partition("://")
+    if not sep:
+        if "=" in url:
+            return url
+        raise ConfigurationError(
+            "safe_effects_database_url is not a database URL; write postgresql+psycopg://user:password@host/name"
+        )
+    dialect = scheme.partition("+")[0]
+    if dialect not in ("postgresql", "postgres"):
+        raise ConfigurationError(
+            f"safe_effects_database_url names {dialect!r}; only PostgreSQL can hold the truth "
+            "(postgresql+psycopg://user:password@host/name)"
+        )
+    conninfo = f"postgresql://{rest}"
+    try:
+        return make_conninfo(conninfo)
+    except psycopg.ProgrammingError as exc:
+        raise ConfigurationError(f"safe_effects_database_url cannot be parsed: {exc}") from None
+
+
+class StatementTimeout(psycopg.OperationalError):
+    """The server did not answer in time; whether the statement took effect is unknown."""
+
+
+class DeadlineConnection(psycopg.Connection[Any]):
+    """A connection whose every wait ends at a deadline."""
+
+    statement_timeout: float = 5.0
+    pooled: bool = False
+    used_at: float = 0.0
+
+    def wait(self, gen: Generator[Any, Any, Any], interval: float = 0.0) -> Any:
+        deadline = time.monotonic() + self.statement_timeout
+        try:
+            state = next(gen)
+            fileno = self.pgconn.socket
+            with selectors.DefaultSelector() as selector:
+                key = selector.register(fileno, _events(state))
+                while True:
+                    remaining = deadline - time.monotonic()
+                    ready = selector.select(remaining) if remaining > 0 else []
+                    if not ready:
+                        self._give_up()
+                    answer = 0
+                    for _, mask in ready:
+                        if mask & selectors.EVENT_READ:
+                            answer |= 1
+                        if mask & selectors.EVENT_WRITE:
+                            answer |= 2
+                    state = gen.send(answer)
+                    wanted = _events(state)
+                    if key.events != wanted:
+                        key = selector.modify(fileno, wanted)
+        except StopIteration as done:
+            return done.value
+
+    def _give_up(self) -> None:
+        with contextlib.suppress(Exception):
+            if pq.version() >= 170000:
+                self.cancel_safe(timeout=1.0)
+            else:
+                self.pgconn.get_cancel().cancel()
+        self.pgconn.finish()
+        raise StatementTimeout(f"no answer from PostgreSQL within {self.statement_timeout:g} s")
+
+
+def _events(state: Any) -> int:
+    value = int(state)
+    return (selectors.EVENT_READ if value & 1 else 0) | (selectors.EVENT_WRITE if value & 2 else 0)
+
+
+class Connections:
+    """A small pool of connections for one process at a time.
+
+    Arguments:
+        url: the database URL.
+        limit: the most connections that a process opens; a caller waits for a free one.
+        statement_timeout: seconds.
+        prepare: prepared statements: ``"on"``, ``"off"`` or ``"detected"`` (off behind a transaction-mode pooler).
+    """
+
+    def __init__(self, url: str, *, limit: int, statement_timeout: float, prepare: str) -> None:
+        self.conninfo = conninfo_from_url(url)
+        self.limit = limit
+        self.statement_timeout = statement_timeout
+        self.prepare = prepare
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._idle: list[DeadlineConnection] = []
+        self._slots = threading.BoundedSemaphore(self.limit)
+        self._lock = threading.Lock()
+
+    def _open(self) -> DeadlineConnection:
+        conn = DeadlineConnection.connect(
+            self.conninfo, autocommit=True, connect_timeout=CONNECT_TIMEOUT, application_name="celery-safe-effects"
+        )
+        conn.statement_timeout = self.statement_timeout
+        # One wire type for every integer, so that a statement has one prepared form.
+        conn.adapters.register_dumper(int, Int8Dumper)
+        if self.prepare == "off":
+            conn.prepare_threshold = None
+        else:
+            conn.prepare_threshold = 0
+            if self.prepare == "detected":
+                row = conn.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
+                # A pooler hands out a key of its own instead of the backend's process id.
+                if row is None or row[0] != conn.info.backend_pid:
+                    conn.prepare_threshold = None
+                    conn.pooled = True
+        return conn
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[DeadlineConnection]:
+        """Borrow a connection; a broken one is dropped, not returned.
+
+        Raises:
+            StoreUnavailable: when no connection can be made, or none is free within the statement timeout.
+        """
+        if self._pid != os.getpid():
+            # Not closed: the sockets are the parent's.
+            self._reset()
+        slots = self._slots
+        if not slots.acquire(timeout=self.statement_timeout):
+            raise StoreUnavailable(
+                f"all {self.limit} connections of this process are busy; raise safe_effects_max_connections"
+            )
+        try:
+            with self._lock:
+                conn = self._idle.pop() if self._idle else None
+            if conn is None or conn.closed:
+                try:
+                    conn = self._open()
+                except psycopg.OperationalError as exc:
+                    raise StoreUnavailable(
+                        f"cannot connect to PostgreSQL: {str(exc).strip()}; check safe_effects_database_url"
+                    ) from exc
+            try:
+                yield conn
+            finally:
+                if not conn.closed and not conn.broken:
+                    with self._lock:
+                        self._idle.append(conn)
+        finally:
+            slots.release()
+
+    def close(self) -> None:
+        """Close the idle connections of this process."""
+        if self._pid != os.getpid():
+            self._reset()
+            return
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for conn in idle:
+            conn.close()

@@ -1,0 +1,210 @@
+"""The store: the protocol's statements as methods, over psycopg alone.
+
+A method is one round trip. Every statement can be repeated after a lost reply: claims are told apart by their token,
+intents and outcomes by their nonce, so a repetition finds its own work done.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import namedtuple_row
+
+from ..config import Config
+from ..errors import SchemaMismatch, StoreUnavailable
+from . import migrate, statements
+from .connection import Connections
+
+Row = Any
+"""A named tuple with the statement's columns."""
+
+RETRYABLE = (psycopg.OperationalError, psycopg.InterfaceError, StoreUnavailable)
+
+
+class Intent(NamedTuple):
+    """What an intent statement records, apart from the lease."""
+
+    key: str
+    step: str
+    ordinal: int
+    effect: str
+    keyed: bool
+    repeatable: bool
+    whole_body: bool
+    args: str
+    args_digest: str
+    deadline: float | None
+    lag: float
+    idempotent_for: float | None
+    has_lookup: bool
+    if_unknown: str
+    detached: bool
+    deadline_is_proof: bool
+
+
+class Lease(NamedTuple):
+    """The right to write for a job: every write of a worker carries all of it."""
+
+    job: str
+    token: UUID
+    fence: int
+    owner: str
+
+
+class Store:
+    """The database, as the protocol sees it.
+
+    Arguments:
+        config: the validated settings.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.connections = Connections(
+            config.database_url,
+            limit=config.max_connections,
+            statement_timeout=config.statement_timeout,
+            prepare=config.prepare,
+        )
+        schema = migrate.quote_schema(config.schema)
+        commit = "NULL::text" if config.strict_durability else "set_config('synchronous_commit', 'off', true)"
+        self.sql = {
+            name: text.replace("{s}", schema).replace("{async}", commit)
+            for name, text in vars(statements).items()
+            if name.isupper() and not name.startswith("_")
+        }
+
+    # -- running statements -------------------------------------------------------------------------------------------
+
+    def rows(self, statement: str, /, **params: Any) -> list[Row]:
+        """Run a statement once and return its rows.
+
+        Raises:
+            StoreUnavailable: when the database cannot be reached.
+            psycopg.Error: what the database answered.
+        """
+        with self.connections.connection() as conn:
+            cursor = conn.cursor(row_factory=namedtuple_row)
+            cursor.execute(self.sql[statement], params, prepare=conn.prepare_threshold is not None)
+            return cursor.fetchall()
+
+    def row(self, statement: str, /, **params: Any) -> Row | None:
+        """Run a statement once and return its first row."""
+        found = self.rows(statement, **params)
+        return found[0] if found else None
+
+    def insist(self, statement: str, /, *, until: Callable[[], bool] | None = None, **params: Any) -> list[Row]:
+        """Run a statement that may be repeated, waiting for the database as long as ``until`` says true.
+
+        Arguments:
+            until: asked before each repetition; ``None`` waits for ever.
+
+        Raises:
+            StoreUnavailable: when ``until`` said no.
+        """
+        pause = 0.05
+        while True:
+            try:
+                return self.rows(statement, **params)
+            except RETRYABLE as exc:
+                if until is not None and not until():
+                    if isinstance(exc, StoreUnavailable):
+                        raise
+                    raise StoreUnavailable(f"PostgreSQL does not answer: {str(exc).strip()}") from exc
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(pause * 2, 1.0)
+            except (psycopg.errors.SerializationFailure, psycopg.errors.DeadlockDetected):
+                time.sleep(pause * random.uniform(0.5, 1.0))
+
+    # -- schema -------------------------------------------------------------------------------------------------------
+
+    def check_schema(self) -> None:
+        """Refuse a schema that is missing, older or newer.
+
+        Raises:
+            SchemaMismatch: with the command that mends it.
+            StoreUnavailable: when the database cannot be reached.
+        """
+        needed = migrate.latest()
+        name = self.config.schema
+        try:
+            row = self.row("SCHEMA_VERSION")
+            present = row[0] if row else None
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+            present = None
+        except psycopg.errors.InsufficientPrivilege as exc:
+            raise SchemaMismatch(f"schema {name!r} cannot be read: {str(exc).strip()}") from exc
+        except psycopg.OperationalError as exc:
+            raise StoreUnavailable(f"PostgreSQL does not answer: {str(exc).strip()}") from exc
+        if present == needed:
+            return
+        if present is None:
+            what, todo = "is missing", "run `celery -A yourproject safe-effects upgrade`"
+        elif present < needed:
+            what, todo = f"is at version {present}, older", "run `celery -A yourproject safe-effects upgrade`"
+        else:
+            what, todo = f"is at version {present}, newer", "upgrade the package celery-safe-effects"
+        raise SchemaMismatch(
+            f"schema {name!r} {what}; this version of celery-safe-effects needs {needed}: {todo}",
+            present=present,
+            needed=needed,
+        )
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    def renew(self, leases: Sequence[tuple[Lease, float]]) -> dict[UUID, bool]:
+        """Renew leases in one statement.
+
+        Arguments:
+            leases: each with its ttl in seconds.
+
+        Returns:
+            for each lease token still held, whether a cancel was requested; a token that is absent is lost.
+        """
+        rows = self.rows(
+            "RENEW",
+            ids=[lease.job for lease, _ in leases],
+            tokens=[lease.token for lease, _ in leases],
+            fences=[lease.fence for lease, _ in leases],
+            ttls=[ttl for _, ttl in leases],
+        )
+        return {row.lease_token: row.cancelled for row in rows}
+
+    def settle(self, ended: Iterable[tuple[str, int]]) -> None:
+        """Record that Celery has been told of these ends: pairs of job id and fence."""
+        pairs = list(ended)
+        if pairs:
+            self.rows("SETTLE", ids=[job for job, _ in pairs], fences=[fence for _, fence in pairs])
+
+    # -- intents and outcomes -----------------------------------------------------------------------------------------
+
+    def intent(
+        self, lease: Lease, intent: Intent, nonce: UUID, process: str, until: Callable[[], bool]
+    ) -> tuple[bool, Row | None]:
+        """Record an intent.
+
+        Returns:
+            whether the lease is held, live and not cancelled, and the recorded intent (``None``: refused, since the
+            key already has a record that does not allow another).
+        """
+        row = self.insist(
+            "INTENT_REPEATABLE" if intent.repeatable else "INTENT",
+            until=until,
+            job=lease.job,
+            token=lease.token,
+            fence=lease.fence,
+            owner=lease.owner,
+            nonce=nonce,
+            process=process,
+            **intent._asdict(),
+        )[0]
+        return row.held, (row if row.nonce is not None else None)
+
+    def count(self, name: str, label: str = "", by: int = 1) -> None:
+        """Add to a counter in the database."""
+        self.rows("COUNT", name=name, label=label, by=by)

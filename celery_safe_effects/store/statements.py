@@ -1,0 +1,482 @@
+"""Every statement of the protocol, each with the invariant that it keeps.
+
+``{s}`` is the quoted schema and ``{async}`` an expression that lets the statement's own transaction commit without
+waiting for the disk (``NULL`` under ``safe_effects_strict_durability``). Each statement is one round trip and one
+transaction. Lock order: job, then operation. Every write reads what it returned.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+JOB_FACTS: Final = """
+    j.id, j.task, j.status, j.reason, j.tenant, j.pool, j.fence, j.lease_token, j.attempts, j.max_attempts, j.retries,
+    j.generation, j.args_digest, coalesce(j.publishes > 0 OR j.next_publish_at <= clock_timestamp(), false) AS settle_due, j.cancel_requested_at IS NOT NULL AS cancelled, j.outcome_ref,
+    j.result::text AS result, j.error::text AS error, j.settled_at IS NOT NULL AS settled, j.settle, j.held,
+    j.open_ops + j.unknown_ops AS unresolved,
+    coalesce(LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp(), false) AS dying,
+    extract(epoch FROM j.run_after - clock_timestamp())::float8 AS wait_s"""
+
+OPERATION_FACTS: Final = """
+    o.key, o.job_id, o.step, o.ordinal, o.effect, o.status, o.attempt, o.fence, o.nonce, o.args_digest, o.repeatable,
+    o.provider_ref, o.result::text AS result, o.error::text AS error, o.first_intent_at, o.intent_at, o.deadline_at"""
+
+SCHEMA_VERSION: Final = "SELECT max(version) FROM {s}.schema_version"
+
+# 1: one row per tenant and idempotency key, and per id; a tombstone counts as a row. Durable before it is visible.
+ACCEPT: Final = """
+INSERT INTO {s}.job AS j (id, task, tenant, pool, queue, idempotency_key, args_digest, parent_id, retries,
+    max_attempts, eta, run_after, expires_at, gives_up_at, envelope, settle, created_by, next_publish_at)
+SELECT %(id)s, %(task)s, %(tenant)s, %(pool)s, %(queue)s, %(key)s, %(digest)s, %(parent)s, %(retries)s,
+    %(max_attempts)s, %(eta)s::timestamptz, %(eta)s::timestamptz, %(expires)s::timestamptz,
+    clock_timestamp() + %(max_age)s::float8 * interval '1 second', %(envelope)s, %(settle)s, %(actor)s,
+    CASE WHEN %(eta)s::timestamptz > clock_timestamp() + %(lead)s::float8 * interval '1 second'
+         THEN %(eta)s::timestamptz
+         ELSE clock_timestamp() + %(republish)s::float8 * interval '1 second' END
+ WHERE NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.id = %(id)s)
+   AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.tenant = %(tenant)s AND t.idempotency_key = %(key)s)
+ON CONFLICT DO NOTHING
+RETURNING j.seq, coalesce(j.eta <= clock_timestamp() + %(lead)s::float8 * interval '1 second', true) AS publish
+"""
+
+# Who holds the id or the key that ACCEPT did not get.
+HOLDER: Final = """
+SELECT j.id, j.task, j.args_digest, j.status, j.seq, j.settled_at IS NOT NULL AS settled
+  FROM {s}.job j WHERE j.id = %(id)s OR (j.tenant = %(tenant)s AND j.idempotency_key = %(key)s)
+UNION ALL
+SELECT t.id, t.task, t.args_digest, t.status, NULL, true
+  FROM {s}.tombstone t WHERE t.id = %(id)s OR (t.tenant = %(tenant)s AND t.idempotency_key = %(key)s)
+LIMIT 1
+"""
+
+# The first delivery did not happen: let the sweeper try soon.
+PUBLISH_SOON: Final = """
+UPDATE {s}.job SET next_publish_at = greatest(clock_timestamp(), run_after), publishes = 0
+ WHERE id = %(id)s AND status = 'queued' AND next_publish_at IS NOT NULL RETURNING id
+"""
+
+# 2: a claim takes a new random token and a higher fence, only of a queued row, only on the database's clock; claim and
+# start are two log rows (the trigger's). May be lost by a crash: no later statement then matches.
+_CLAIM: Final = """
+WITH c AS (
+    UPDATE {s}.job j
+       SET status = 'running', fence = j.fence + 1, lease_token = %(token)s, lease_owner = %(owner)s,
+           lease_until = clock_timestamp() + %(ttl)s::float8 * interval '1 second', attempts = j.attempts + 1,
+           started_at = coalesce(j.started_at, clock_timestamp()), reason = NULL, actor = %(owner)s
+     WHERE j.id = %(id)s AND j.status = 'queued' AND j.generation = %(generation)s
+       AND j.args_digest = coalesce(%(digest)s, j.args_digest)
+       AND j.cancel_requested_at IS NULL AND j.attempts < j.max_attempts
+       AND (j.run_after IS NULL OR j.run_after <= clock_timestamp())
+       AND coalesce(LEAST(j.expires_at, j.gives_up_at) > clock_timestamp(), true)
+    RETURNING """ + JOB_FACTS + """
+)"""
+CLAIM: Final = _CLAIM + """
+SELECT c.*, NULL::uuid AS nonce, {async} AS a FROM c
+UNION ALL
+SELECT """ + JOB_FACTS + """, NULL::uuid, NULL::text FROM {s}.job j
+ WHERE j.id = %(id)s AND NOT EXISTS (SELECT FROM c)
+"""
+
+_INTENT_COLUMNS: Final = """(key, job_id, step, ordinal, effect, status, keyed, repeatable, whole_body, fence, nonce,
+        process, args, args_digest, deadline, lag, deadline_at, absent_from, idempotent_for, has_lookup, if_unknown,
+        detached, deadline_is_proof, actor)"""
+_INTENT_VALUES: Final = """%(key)s, j.id, %(step)s, %(ordinal)s, %(effect)s, 'intent_recorded', %(keyed)s,
+        %(repeatable)s, %(whole_body)s, j.fence, %(nonce)s::uuid, %(process)s, %(args)s::json, %(args_digest)s,
+        %(deadline)s::float8 * interval '1 second', %(lag)s::float8 * interval '1 second',
+        clock_timestamp() + %(deadline)s::float8 * interval '1 second',
+        clock_timestamp() + (%(deadline)s::float8 + %(lag)s::float8) * interval '1 second',
+        %(idempotent_for)s::float8 * interval '1 second', %(has_lookup)s, %(if_unknown)s, %(detached)s,
+        %(deadline_is_proof)s, %(owner)s"""
+# 4: a new intent on an existing key only when it provably did not happen, or by the resend rule or declared policy.
+_INTENT_AGAIN: Final = """ON CONFLICT (key) DO UPDATE
+       SET status = 'intent_recorded', job_id = excluded.job_id, ordinal = excluded.ordinal, attempt = o.attempt + 1,
+           fence = excluded.fence, nonce = excluded.nonce, process = excluded.process,
+           intent_at = clock_timestamp(), deadline = excluded.deadline, lag = excluded.lag,
+           deadline_at = excluded.deadline_at, absent_from = excluded.absent_from, has_lookup = excluded.has_lookup,
+           if_unknown = excluded.if_unknown, detached = excluded.detached,
+           deadline_is_proof = excluded.deadline_is_proof, gone_at = NULL, absent_at = NULL, policy_at = NULL,
+           error = NULL, resolved_at = NULL, resolved_by = NULL, next_reconcile_at = NULL, actor = %(owner)s,
+           reason = CASE WHEN o.status = 'not_happened' THEN 'not_happened'
+                         WHEN o.policy_at IS NOT NULL THEN 'policy:send_again' ELSE 'resend' END
+     WHERE o.effect = excluded.effect AND o.args_digest = excluded.args_digest
+       AND (o.status = 'not_happened' OR (o.job_id = excluded.job_id AND {s}.sendable(o)))"""
+
+# The same, and the intent of a whole-body effect with it: durable.
+CLAIM_BODY: Final = _CLAIM + """,
+i AS (
+    INSERT INTO {s}.operation AS o """ + _INTENT_COLUMNS + """
+    SELECT """ + _INTENT_VALUES.replace("%(key)s", "j.id || ':body'", 1) + """
+      FROM c j
+    """ + _INTENT_AGAIN + """
+    RETURNING o.nonce, o.attempt, o.intent_at, o.deadline_at
+)
+SELECT c.*, i.nonce, i.attempt AS op_attempt, i.intent_at, i.deadline_at FROM c LEFT JOIN i ON true
+UNION ALL
+SELECT """ + JOB_FACTS + """, o.nonce, o.attempt, o.intent_at, o.deadline_at
+  FROM {s}.job j LEFT JOIN {s}.operation o ON o.key = j.id || ':body' AND o.status = 'intent_recorded'
+ WHERE j.id = %(id)s AND NOT EXISTS (SELECT FROM c)
+"""
+
+JOB: Final = "SELECT " + JOB_FACTS + " FROM {s}.job j WHERE j.id = %(id)s"
+
+# 15: is this database older than the message?
+MISSING: Final = """
+SELECT EXISTS (SELECT FROM {s}.tombstone WHERE id = %(id)s) AS pruned,
+       (SELECT last_value FROM {s}.job_seq_seq) < %(seq)s AS from_the_future
+"""
+
+# 15: the database was restored from an older state: park, since nothing tells how far the job had come.
+INSERT_MISSING: Final = """
+INSERT INTO {s}.job (id, task, status, reason, tenant, queue, args_digest, envelope, created_by, held)
+VALUES (%(id)s, %(task)s, 'unknown', 'row_missing', %(tenant)s, %(queue)s, %(digest)s, %(envelope)s, %(owner)s, true)
+ON CONFLICT DO NOTHING RETURNING id
+"""
+
+# What a replay needs: everything that earlier attempts recorded.
+RECORDED: Final = "SELECT " + OPERATION_FACTS + """
+  FROM {s}.operation o WHERE o.job_id = %(id)s ORDER BY o.ordinal, o.first_intent_at"""
+INTENT_OF: Final = """
+SELECT o.nonce, o.attempt, o.intent_at, o.deadline_at FROM {s}.operation o WHERE o.key = %(key)s
+"""
+OPERATION: Final = "SELECT " + OPERATION_FACTS + " FROM {s}.operation o WHERE o.key = %(key)s"
+
+# 3: the intent exists only if the lease is live and the job neither cancelled nor too old, all judged on the locked
+# row, on the database's clock. Durable, unless the effect has no outside effect.
+_INTENT: Final = """
+WITH j AS MATERIALIZED (
+    SELECT j.id, j.fence{sync} FROM {s}.job j
+     WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
+       AND j.lease_until > clock_timestamp() AND j.cancel_requested_at IS NULL
+       AND coalesce(LEAST(j.expires_at, j.gives_up_at) > clock_timestamp(), true)
+       FOR NO KEY UPDATE
+), i AS (
+    INSERT INTO {s}.operation AS o """ + _INTENT_COLUMNS + """
+    SELECT """ + _INTENT_VALUES + """ FROM j
+    """ + _INTENT_AGAIN + """
+    RETURNING o.nonce, o.attempt, o.intent_at, o.deadline_at
+)
+SELECT h.held, i.nonce, i.attempt, i.intent_at, i.deadline_at
+  FROM (SELECT EXISTS (SELECT FROM j) AS held) h LEFT JOIN i ON true
+"""
+INTENT: Final = _INTENT.replace("{sync}", "")
+INTENT_REPEATABLE: Final = _INTENT.replace("{sync}", ", {async} AS a")
+
+# 9: an outcome belongs to the call that holds the nonce; a fenced-out worker may still confirm its own operation.
+_OUTCOME: Final = """
+WITH j AS MATERIALIZED (
+    SELECT j.id, (j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running') AS held{sync}
+      FROM {s}.job j WHERE j.id = %(job)s FOR NO KEY UPDATE
+), o AS (
+    UPDATE {s}.operation o
+       SET status = %(status)s, provider_ref = %(ref)s, result = %(result)s::json, error = %(error)s::json,
+           evidence = coalesce(%(evidence)s::json, o.evidence),
+           resolved_at = CASE WHEN %(status)s <> 'unknown' THEN clock_timestamp() END,
+           resolved_by = CASE WHEN %(status)s <> 'unknown' THEN %(owner)s END,
+           double_at = CASE WHEN %(status)s = 'outcome_confirmed' AND o.late_outcomes IS NOT NULL
+                             AND (o.idempotent_for IS NULL OR o.late_outcomes::jsonb -> 0 ->> 'ref' <> %(ref)s)
+                            THEN clock_timestamp() END,
+           next_reconcile_at = CASE WHEN %(status)s = 'unknown' THEN clock_timestamp() END,
+           actor = %(owner)s, reason = %(reason)s
+      FROM j
+     WHERE o.key = %(key)s AND o.nonce = %(nonce)s
+       AND (o.status = 'intent_recorded' OR (o.status = 'unknown' AND %(status)s <> 'unknown')
+            OR (o.status = 'not_happened' AND %(status)s = 'outcome_confirmed'))
+    RETURNING o.status, o.double_at IS NOT NULL AS doubled
+)
+SELECT j.held, o.status, o.doubled FROM j LEFT JOIN o ON true
+"""
+OUTCOME: Final = _OUTCOME.replace("{sync}", "")
+OUTCOME_ASYNC: Final = _OUTCOME.replace("{sync}", ", {async} AS a")
+
+# 9: evidence of a call whose operation has since been sent again; it never overwrites.
+LATE_OUTCOME: Final = """
+UPDATE {s}.operation o
+   SET late_outcomes = coalesce(o.late_outcomes::jsonb, '[]'::jsonb) || jsonb_build_array(jsonb_build_object(
+           'ref', %(ref)s::text, 'nonce', %(nonce)s::text, 'fence', %(fence)s::bigint, 'by', %(owner)s::text,
+           'at', clock_timestamp())),
+       double_at = CASE WHEN o.status = 'outcome_confirmed' AND (o.idempotent_for IS NULL OR o.provider_ref <> %(ref)s)
+                        THEN coalesce(o.double_at, clock_timestamp()) ELSE o.double_at END
+ WHERE o.key = %(key)s AND o.nonce <> %(nonce)s
+RETURNING o.double_at IS NOT NULL AS doubled
+"""
+
+# 5, 6: outcome and status in one guarded statement; an open question parks the job with its pending end. Every way
+# out of a run goes through here. Durable: it stands before Celery is told.
+_LEAVE_SET: Final = """
+       SET status = {s}.leaves_to(j, %(wish)s), held = %(wish)s = 'held',
+           pending_status = {s}.pending_end(j, %(wish)s), pending_reason = %(reason)s,
+           reason = CASE WHEN %(wish)s = 'again' AND {s}.leaves_to(j, 'again') = 'failed' THEN 'max_attempts'
+                         WHEN {s}.leaves_to(j, %(wish)s) = 'cancelled' THEN coalesce(j.cancel_reason, %(reason)s)
+                         ELSE %(reason)s END,
+           run_after = CASE WHEN %(wish)s IN ('again', 'queued')
+                            THEN clock_timestamp() + %(delay)s::float8 * interval '1 second' ELSE j.run_after END,
+           actor = %(actor)s"""
+LEAVE: Final = """
+UPDATE {s}.job j""" + _LEAVE_SET + """,
+           outcome_ref = coalesce(%(ref)s, j.outcome_ref), result = %(result)s::json, error = %(error)s::json,
+           attempts = j.attempts - %(refund)s, waiting_for = %(waiting_for)s,
+           settle = coalesce(%(settle)s, j.settle),
+           envelope = coalesce(%(envelope)s, j.envelope), args_digest = coalesce(%(digest)s, j.args_digest),
+           retries = coalesce(%(retries)s, j.retries), generation = coalesce(%(generation)s, j.generation),
+           task = coalesce(%(task)s, j.task),
+           next_publish_at = CASE WHEN %(waiting_for)s::text IS NOT NULL AND EXISTS (
+                                      SELECT FROM {s}.operation o WHERE o.key = %(waiting_for)s
+                                         AND o.status IN ('intent_recorded', 'unknown'))
+                                  THEN clock_timestamp() + %(patience)s::float8 * interval '1 second' END
+ WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
+RETURNING j.status, j.reason
+"""
+
+# The end of a whole-body job is the end of its one operation; a retry or an error only prepares what follows from it.
+BODY_PENDING: Final = """
+UPDATE {s}.job j
+   SET pending_status = %(pending)s, pending_reason = %(reason)s, error = %(error)s::json,
+       run_after = clock_timestamp() + %(delay)s::float8 * interval '1 second',
+       envelope = coalesce(%(envelope)s, j.envelope), args_digest = coalesce(%(digest)s, j.args_digest),
+       retries = coalesce(%(retries)s, j.retries)
+ WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
+RETURNING j.attempts < j.max_attempts AS again
+"""
+
+# 11: is the lease still ours, the job not cancelled, not too old? Renews it with the same word.
+CHECKPOINT: Final = """
+UPDATE {s}.job j
+   SET lease_until = greatest(j.lease_until, clock_timestamp() + %(ttl)s::float8 * interval '1 second')
+ WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
+   AND j.lease_until > clock_timestamp()
+RETURNING j.cancel_requested_at IS NOT NULL AS cancelled,
+          coalesce(LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp(), false) AS dying, {async} AS a
+"""
+
+# 11: all leases of a process in one statement; one that ran out is not revived, and one that is too old not renewed.
+RENEW: Final = """
+UPDATE {s}.job j
+   SET lease_until = clock_timestamp() + l.ttl * interval '1 second'
+  FROM unnest(%(ids)s::text[], %(tokens)s::uuid[], %(fences)s::bigint[], %(ttls)s::float8[])
+       AS l (id, token, fence, ttl)
+ WHERE j.id = l.id AND j.lease_token = l.token AND j.fence = l.fence AND j.status IN ('leased', 'running')
+   AND j.lease_until > clock_timestamp() AND coalesce(j.gives_up_at > clock_timestamp(), true)
+RETURNING j.id, j.lease_token, j.cancel_requested_at IS NOT NULL AS cancelled, {async} AS a
+"""
+
+# Celery has been told: the result is stored, the continuations are out.
+SETTLE: Final = """
+UPDATE {s}.job j SET settled_at = clock_timestamp(), next_publish_at = NULL
+  FROM unnest(%(ids)s::text[], %(fences)s::bigint[]) AS l (id, fence)
+ WHERE j.id = l.id AND j.fence = l.fence AND j.status IN ('succeeded', 'failed', 'cancelled') AND j.settled_at IS NULL
+RETURNING j.id, {async} AS a
+"""
+# What the backend holds may be older than the row: deliver once more.
+UNSETTLE: Final = """
+UPDATE {s}.job SET settled_at = NULL, next_publish_at = clock_timestamp()
+ WHERE id = %(id)s AND status IN ('succeeded', 'failed', 'cancelled') RETURNING id
+"""
+
+# 8: leases that ran out. SKIP LOCKED: several sweepers share the work; what holds the row's lock is alive.
+SWEEP_LEASES: Final = """
+WITH due AS (
+    SELECT j.id FROM {s}.job j WHERE j.status IN ('leased', 'running') AND j.lease_until < clock_timestamp()
+     ORDER BY j.seq LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
+)
+UPDATE {s}.job j""" + _LEAVE_SET.replace(
+    "%(delay)s::float8", "LEAST(%(delay)s::float8 * 2 ^ LEAST(j.attempts - 1, 16), %(max_delay)s::float8)"
+) + """
+  FROM due WHERE j.id = due.id AND j.status IN ('leased', 'running') AND j.lease_until < clock_timestamp()
+RETURNING j.id, j.task, j.status, j.reason, j.fence
+"""
+# *Death*: the parent saw its child go, or is about to end it. Fences first: nothing of that attempt matches any more.
+LOST: Final = """
+UPDATE {s}.job j""" + _LEAVE_SET.replace(
+    "%(delay)s::float8", "LEAST(%(delay)s::float8 * 2 ^ LEAST(j.attempts - 1, 16), %(max_delay)s::float8)"
+) + """
+ WHERE j.id = %(id)s AND j.status IN ('leased', 'running') AND starts_with(j.lease_owner, %(owner)s)
+RETURNING j.id, j.task, j.status, j.reason, j.fence
+"""
+
+# Queued jobs past their expiry or their age.
+SWEEP_DYING: Final = """
+WITH due AS (
+    SELECT j.id FROM {s}.job j WHERE j.status = 'queued' AND LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp()
+       AND (%(id)s::text IS NULL OR j.id = %(id)s)
+     ORDER BY LEAST(j.expires_at, j.gives_up_at) LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
+)
+UPDATE {s}.job j
+   SET status = {s}.leaves_to(j, CASE WHEN j.expires_at <= clock_timestamp() THEN 'cancelled' ELSE 'failed' END),
+       pending_status = {s}.pending_end(
+           j, CASE WHEN j.expires_at <= clock_timestamp() THEN 'cancelled' ELSE 'failed' END),
+       reason = CASE WHEN j.expires_at <= clock_timestamp() THEN 'expired' ELSE 'max_age' END,
+       pending_reason = CASE WHEN j.expires_at <= clock_timestamp() THEN 'expired' ELSE 'max_age' END,
+       actor = %(actor)s
+  FROM due WHERE j.id = due.id AND j.status = 'queued' AND LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp()
+RETURNING j.id, j.task, j.status, j.reason, j.fence
+"""
+
+# What has to be delivered now: queued jobs whose message may be lost, and ends that Celery has not been told. The
+# next time is written first, so that a crash between commit and publish heals by the same path, backing off.
+DUE: Final = """
+WITH due AS (
+    SELECT j.id FROM {s}.job j
+     WHERE j.next_publish_at <= clock_timestamp() + %(ahead)s::float8 * interval '1 second'
+       AND (%(ids)s::text[] IS NULL OR j.id = ANY (%(ids)s))
+     ORDER BY j.next_publish_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
+)
+UPDATE {s}.job j
+   SET publishes = j.publishes + 1,
+       next_publish_at = CASE WHEN j.status <> 'queued' AND j.publishes >= %(settle_tries)s THEN NULL
+           ELSE clock_timestamp() + LEAST(%(republish)s::float8 * 2 ^ LEAST(j.publishes, 16), 3600)
+                                    * interval '1 second' END
+  FROM due WHERE j.id = due.id
+RETURNING j.id, j.seq, j.task, j.status, j.envelope, j.generation, j.args_digest, j.retries, j.publishes, j.tenant,
+          CASE WHEN j.run_after > clock_timestamp() THEN j.run_after END AS run_after, {async} AS a
+"""
+
+# 14: whoever asks takes the question for a while; the time of asking is the database's, from before the lookup.
+RECONCILE_DUE: Final = """
+WITH due AS (
+    SELECT o.key FROM {s}.operation o WHERE o.status = 'unknown' AND o.next_reconcile_at <= clock_timestamp()
+       AND (%(keys)s::text[] IS NULL OR o.key = ANY (%(keys)s))
+     ORDER BY o.next_reconcile_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
+)
+UPDATE {s}.operation o
+   SET reconcile_attempts = o.reconcile_attempts + 1,
+       next_reconcile_at = clock_timestamp() + LEAST(%(backoff)s::float8 * 2 ^ LEAST(o.reconcile_attempts, 16),
+                                                     %(max_backoff)s::float8) * interval '1 second'
+  FROM due, {s}.job j WHERE o.key = due.key AND j.id = o.job_id
+RETURNING """ + OPERATION_FACTS + """, o.args, o.has_lookup, o.if_unknown, o.keyed, o.idempotent_for, o.absent_from,
+          o.reconcile_attempts, j.tenant, j.task, clock_timestamp() AS asked_at, {s}.sendable(o) AS sendable,
+          coalesce(o.absent_from <= clock_timestamp(), false) AS past_deadline, {async} AS a
+"""
+
+# 14: a verdict belongs to one attempt, and absence counts only if asked late enough and the sender cannot send any more.
+VERDICT: Final = """
+WITH j AS MATERIALIZED (SELECT j.id FROM {s}.job j WHERE j.id = %(job)s FOR NO KEY UPDATE),
+o AS (
+    UPDATE {s}.operation o
+       SET status = %(status)s, provider_ref = coalesce(%(ref)s, o.provider_ref), result = %(result)s::json,
+           error = %(error)s::json, evidence = coalesce(%(evidence)s::json, o.evidence),
+           resolved_at = clock_timestamp(), resolved_by = %(actor)s, actor = %(actor)s, reason = %(reason)s,
+           next_reconcile_at = NULL
+      FROM j
+     WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.fence = %(fence)s AND o.status = 'unknown'
+       AND (%(status)s <> 'not_happened' OR %(trusted)s
+            OR (%(asked_at)s::timestamptz >= o.absent_from AND NOT o.detached
+                AND (o.gone_at IS NOT NULL
+                     OR (o.deadline_is_proof AND %(asked_at)s::timestamptz >= o.deadline_at))))
+    RETURNING o.key, o.job_id
+)
+SELECT o.key, o.job_id, j.status, j.task FROM o JOIN {s}.job j ON j.id = o.job_id
+"""
+
+# The lookup found nothing, late enough: with a key that the provider still retains, it may be sent again.
+ABSENT: Final = """
+UPDATE {s}.operation o SET absent_at = %(asked_at)s::timestamptz, evidence = coalesce(%(evidence)s::json, o.evidence)
+ WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.fence = %(fence)s AND o.status = 'unknown'
+   AND %(asked_at)s::timestamptz >= o.absent_from
+RETURNING o.key
+"""
+# The author's declared policy applies from now on, since nothing else answers.
+POLICY: Final = """
+UPDATE {s}.operation o SET policy_at = clock_timestamp()
+ WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.fence = %(fence)s AND o.status = 'unknown'
+   AND o.if_unknown = 'send_again' AND clock_timestamp() >= o.absent_from
+RETURNING o.key
+"""
+ASK_AT: Final = """
+UPDATE {s}.operation o
+   SET next_reconcile_at = greatest(LEAST(o.next_reconcile_at, %(at)s::timestamptz),
+                                    clock_timestamp() + %(after)s::float8 * interval '1 second'),
+       evidence = coalesce(%(evidence)s::json, o.evidence)
+ WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.status = 'unknown' RETURNING o.key
+"""
+
+# 4: back to work only if every open question of the job may be sent again; the trigger asks the same once more.
+RESUME: Final = """
+UPDATE {s}.job j SET status = 'queued', reason = %(reason)s, run_after = NULL, actor = %(actor)s
+ WHERE j.id = %(id)s AND j.status = 'unknown' AND NOT j.held AND j.pending_status IS NULL AND j.open_ops = 0
+   AND j.cancel_requested_at IS NULL
+   AND NOT EXISTS (SELECT FROM {s}.operation o WHERE o.job_id = j.id AND o.status = 'unknown' AND NOT {s}.sendable(o))
+RETURNING j.id, j.task, j.status
+"""
+
+# *Gone* is an observed fact: which senders of open questions ran on this machine since it booted?
+SENDERS_HERE: Final = """
+SELECT DISTINCT o.process FROM {s}.operation o
+ WHERE o.status = 'unknown' AND o.gone_at IS NULL AND NOT o.detached AND starts_with(o.process, %(here)s)
+"""
+GONE: Final = """
+UPDATE {s}.operation o
+   SET gone_at = clock_timestamp(), next_reconcile_at = clock_timestamp(),
+       absent_from = coalesce(o.absent_from, clock_timestamp() + %(in_flight)s::float8 * interval '1 second' + o.lag)
+ WHERE o.process = ANY (%(processes)s) AND o.status = 'unknown' AND o.gone_at IS NULL AND NOT o.detached
+RETURNING o.key
+"""
+
+# Ends at once where nobody works on it; a running job sees it at its next checkpoint or effect.
+CANCEL: Final = """
+UPDATE {s}.job j
+   SET cancel_requested_at = coalesce(j.cancel_requested_at, clock_timestamp()),
+       cancel_reason = coalesce(j.cancel_reason, %(reason)s),
+       status = CASE WHEN j.status = 'running' THEN j.status ELSE {s}.leaves_to(j, 'cancelled') END,
+       held = CASE WHEN j.unknown_ops + j.open_ops = 0 THEN false ELSE j.held END,
+       pending_status = CASE WHEN j.status = 'running' THEN j.pending_status ELSE {s}.pending_end(j, 'cancelled') END,
+       pending_reason = CASE WHEN j.status = 'running' THEN j.pending_reason ELSE %(reason)s END,
+       reason = CASE WHEN j.status = 'running' THEN j.reason ELSE %(reason)s END,
+       actor = %(actor)s
+ WHERE j.id = %(id)s AND j.status IN ('queued', 'leased', 'running', 'unknown')
+RETURNING j.id, j.status
+"""
+
+# Attempts start anew; a job with an open question is not retried, it is resolved.
+RETRY: Final = """
+UPDATE {s}.job j
+   SET status = 'queued', reason = %(reason)s, attempts = 0, held = false, cancel_requested_at = NULL,
+       cancel_reason = NULL, run_after = NULL, expires_at = NULL, error = NULL,
+       gives_up_at = clock_timestamp() + (j.gives_up_at - j.created_at), actor = %(actor)s
+ WHERE j.id = %(id)s AND (j.status IN ('failed', 'cancelled')
+       OR (j.status = 'unknown' AND j.open_ops = 0 AND j.unknown_ops = 0))
+RETURNING j.id, j.status
+"""
+
+MAINTENANCE_BEGIN: Final = """
+UPDATE {s}.maintenance SET last_started_at = clock_timestamp(), last_by = %(by)s, runs = runs + 1
+ WHERE name = %(name)s AND (%(idle_for)s::float8 IS NULL OR last_started_at IS NULL
+       OR last_started_at < clock_timestamp() - %(idle_for)s::float8 * interval '1 second')
+RETURNING runs, {async} AS a
+"""
+MAINTENANCE_END: Final = """
+UPDATE {s}.maintenance SET last_finished_at = clock_timestamp() WHERE name = %(name)s RETURNING {async} AS a
+"""
+
+COUNT: Final = """
+INSERT INTO {s}.counter AS c (name, label, value) VALUES (%(name)s, %(label)s, %(by)s)
+ON CONFLICT (name, label) DO UPDATE SET value = c.value + excluded.value RETURNING {async} AS a
+"""
+
+LEARN_TASKS: Final = """
+INSERT INTO {s}.known_task (name) SELECT unnest(%(names)s::text[])
+ON CONFLICT (name) DO NOTHING RETURNING name
+"""
+KNOWN_TASK: Final = "SELECT EXISTS (SELECT FROM {s}.known_task WHERE name = %(name)s)"
+
+# The views are the stable contract; operators and the command line read nothing else.
+VIEW_JOBS: Final = """
+SELECT id, task, status, reason, tenant, pool, queue, idempotency_key, parent_id, attempts, fence, lease_owner,
+       lease_until, cancel_requested_at, eta, expires_at, outcome_ref, result, last_error, created_at, started_at,
+       finished_at, settled_at
+  FROM {s}.jobs
+ WHERE (%(id)s::text IS NULL OR id = %(id)s) AND (%(status)s::text IS NULL OR status = %(status)s)
+   AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s) AND (%(task)s::text IS NULL OR task = %(task)s)
+ ORDER BY created_at DESC LIMIT %(limit)s
+"""
+VIEW_OPERATIONS: Final = """
+SELECT key, job_id, step, effect, status, attempt, fence, args, provider_ref, result, error, first_intent_at,
+       intent_at, deadline_at, resolved_at, resolved_by, evidence, reconcile_attempts, next_reconcile_at
+  FROM {s}.operations
+ WHERE (%(key)s::text IS NULL OR key = %(key)s) AND (%(job)s::text IS NULL OR job_id = %(job)s)
+   AND (%(status)s::text IS NULL OR status = %(status)s)
+ ORDER BY first_intent_at LIMIT %(limit)s
+"""
+VIEW_TRANSITIONS: Final = """
+SELECT id, at, job_id, operation_key, from_status, to_status, fence, actor, reason FROM {s}.transitions
+ WHERE job_id = %(id)s AND id > %(after)s ORDER BY id
+"""

@@ -1,0 +1,23 @@
+"""`python3 tests [pytest's arguments]`: makes the environment and runs the tests in it.
+
+Servers of our own are started unless SAFE_EFFECTS_TEST_DATABASE_URL, SAFE_EFFECTS_TEST_REDIS_URL (whose
+database is emptied) or SAFE_EFFECTS_TEST_RABBITMQ_URL name running ones.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "example_project"))
+
+import _bootstrap  # type: ignore[import-not-found]
+
+
+def _absolute(argument: str) -> str:
+    """Paths are meant from where the caller is, and pytest runs in the checkout."""
+    path, separator, test = argument.partition("::")
+    if path and not path.startswith("-") and Path(path).exists():
+        return f"{Path(path).absolute()}{separator}{test}"
+    return argument
+
+
+_bootstrap.run("pytest", [_absolute(a) for a in sys.argv[1:]])

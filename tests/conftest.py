@@ -1,0 +1,12 @@
+"""The fixtures are plugins, one module for each concern."""
+
+from __future__ import annotations
+
+pytest_plugins = [
+    "tests.support.loud",
+    "tests.support.services",
+    "tests.support.brokers",
+    "tests.support.provider",
+    "tests.support.processes",
+    "tests.support.pytest_celery_local",
+]

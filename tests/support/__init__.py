@@ -1,0 +1,1 @@
+"""Fixtures, as pytest plugins, and the application that the test workers run."""

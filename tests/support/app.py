@@ -1,0 +1,11 @@
+"""The application that the test workers run, with the settings that the environment carries."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from tests.support.names import CONF_VARIABLE
+from tests.support.tasks import create_app
+
+app = create_app(json.loads(os.environ[CONF_VARIABLE]))

@@ -1,0 +1,4 @@
+"""Environment variables that carry a test's settings to its workers."""
+
+CONF_VARIABLE = "SAFE_EFFECTS_TEST_CONF"  # Celery's settings and ours, as JSON
+PROVIDER_VARIABLE = "SAFE_EFFECTS_TEST_PROVIDER_URL"

