@@ -203,8 +203,10 @@ class Effect(Generic[P, R]):
         self.find = find
         return find
 
-    def _call(self, step: str | None, keyed: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        job = current.job()
+    def _call(
+        self, step: str | None, keyed: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Outcome[R]:
+        job = current.job_here()
         if job is None:
             raise NoActiveJob(
                 f"effect {self.name!r} was called outside a job; in a thread of your own, run it in "

@@ -1,6 +1,6 @@
 """States and legal transitions: the one home of both.
 
-The database's triggers refuse everything that is not listed here; a test holds the two against each other, pair by pair.
+The database's triggers refuse everything that is not listed here; a test holds the two against each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TERMINAL: Final = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CA
 LIVE: Final = frozenset({JobStatus.LEASED, JobStatus.RUNNING})
 UNRESOLVED: Final = frozenset({OperationStatus.INTENT_RECORDED, OperationStatus.UNKNOWN})
 
-J, O = JobStatus, OperationStatus
+J, P = JobStatus, OperationStatus
 
 JOB_TRANSITIONS: Final[dict[JobStatus, frozenset[JobStatus]]] = {
     J.QUEUED: frozenset({J.LEASED, J.UNKNOWN, J.FAILED, J.CANCELLED}),
@@ -55,15 +55,15 @@ JOB_TRANSITIONS: Final[dict[JobStatus, frozenset[JobStatus]]] = {
 """``queued → running`` in one statement is two transitions, and the trigger writes two log rows for it."""
 
 OPERATION_TRANSITIONS: Final[dict[OperationStatus, frozenset[OperationStatus]]] = {
-    O.INTENT_RECORDED: frozenset({O.OUTCOME_CONFIRMED, O.REFUSED, O.NOT_HAPPENED, O.UNKNOWN}),
+    P.INTENT_RECORDED: frozenset({P.OUTCOME_CONFIRMED, P.REFUSED, P.NOT_HAPPENED, P.UNKNOWN}),
     # unknown → intent_recorded is a resend: the trigger also asks for the resend rule or the declared policy.
-    O.UNKNOWN: frozenset({O.OUTCOME_CONFIRMED, O.REFUSED, O.NOT_HAPPENED, O.INTENT_RECORDED}),
-    O.NOT_HAPPENED: frozenset({O.INTENT_RECORDED, O.OUTCOME_CONFIRMED}),
-    O.OUTCOME_CONFIRMED: frozenset(),
-    O.REFUSED: frozenset(),
+    P.UNKNOWN: frozenset({P.OUTCOME_CONFIRMED, P.REFUSED, P.NOT_HAPPENED, P.INTENT_RECORDED}),
+    P.NOT_HAPPENED: frozenset({P.INTENT_RECORDED, P.OUTCOME_CONFIRMED}),
+    P.OUTCOME_CONFIRMED: frozenset(),
+    P.REFUSED: frozenset(),
 }
 
-del J, O
+del J, P
 
 UNKNOWN_STATE: Final = "UNKNOWN"
 """The result backend's state of a parked job; not one of Celery's ready states, so ``get()`` keeps waiting."""

@@ -102,10 +102,7 @@ def _environment() -> Path:
             stdout=sys.stderr,
         )
         if done.returncode != 0:
-            fail(
-                "pip could not install the project; its message is above. It needs a package index"
-                " (see `pip config`)"
-            )
+            fail("pip could not install the project; its message is above. It needs a package index (see `pip config`)")
         stamp.write_text(wanted)
         _say("ready")
     return python
@@ -127,14 +124,9 @@ def _make(folder: Path, python: Path) -> list[str]:
     if done.returncode == 0:
         return [str(python), "-m", "pip"]
     # Debian splits ensurepip off into a package of its own.
-    bare = subprocess.run(
-        [*command, "--without-pip"], check=False, env=_clean(), capture_output=True, text=True
-    )
+    bare = subprocess.run([*command, "--without-pip"], check=False, env=_clean(), capture_output=True, text=True)
     outer = [sys.executable, "-m", "pip", "--python", str(python)]
-    if (
-        bare.returncode == 0
-        and subprocess.run([*outer, "--version"], check=False, capture_output=True).returncode == 0
-    ):
+    if bare.returncode == 0 and subprocess.run([*outer, "--version"], check=False, capture_output=True).returncode == 0:
         return outer
     fail(
         f"Python's venv module could not make {folder}:\n{(done.stdout + done.stderr).strip()}\n"

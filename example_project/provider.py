@@ -349,13 +349,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     """Serve until killed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m example_project.provider", description="A fake provider."
-    )
+    parser = argparse.ArgumentParser(prog="python -m example_project.provider", description="A fake provider.")
     parser.add_argument("--port", type=int, default=0, help="TCP port on 127.0.0.1; 0 takes a free one")
-    parser.add_argument(
-        "--ledger", type=Path, required=True, help="file of the ledger, one JSON object a line"
-    )
+    parser.add_argument("--ledger", type=Path, required=True, help="file of the ledger, one JSON object a line")
     options = parser.parse_args()
     provider = Provider(options.port, options.ledger)
     print(provider.url, flush=True)

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import os
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .job import ActiveJob
 
 _current: ContextVar[ActiveJob | None] = ContextVar("safe_effects_job", default=None)
-_active: dict[int, dict[str, ActiveJob]] = {}
+_alone: dict[int, ActiveJob] = {}
 
 
 def job() -> ActiveJob | None:
-    """The running job of this context.
+    """The running job of this context."""
+    return _current.get()
 
-    Context variables do not reach executor threads by themselves; where exactly one job runs in the process, it is
-    that one.
+
+def job_here() -> ActiveJob | None:
+    """The running job of this context, or of this process where it runs one job at a time.
+
+    Context variables do not reach executor threads by themselves; in a prefork child, whatever runs belongs to the
+    one job.
     """
-    found = _current.get()
-    if found is not None:
-        return found
-    here = _active.get(os.getpid())
-    if here and len(here) == 1:
-        return next(iter(here.values()))
-    return None
+    return _current.get() or _alone.get(os.getpid())
 
 
-def begin(active: ActiveJob) -> object:
+def begin(active: ActiveJob, *, alone: bool) -> Token[ActiveJob | None]:
     """Make a job the current one; give what this returns to :func:`end`."""
-    _active.setdefault(os.getpid(), {})[active.id] = active
+    if alone:
+        _alone[os.getpid()] = active
     return _current.set(active)
 
 
-def end(active: ActiveJob, token: object) -> None:
+def end(token: Token[ActiveJob | None]) -> None:
     """The job runs no more."""
-    _active.get(os.getpid(), {}).pop(active.id, None)
-    _current.reset(token)  # type: ignore[arg-type]
+    _alone.pop(os.getpid(), None)
+    _current.reset(token)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import os
 import signal
 import sys
 import threading
@@ -35,24 +37,37 @@ class _ITimerSpec(ctypes.Structure):
     _fields_ = (("interval", _TimeSpec), ("value", _TimeSpec))
 
 
-_lock = threading.Lock()
-_libc: ctypes.CDLL | None = None
-_loaded = False
+_DISARMED = _ITimerSpec(_TimeSpec(0, 0), _TimeSpec(0, 0))
 
 
+@functools.lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    global _libc, _loaded
-    with _lock:
-        if not _loaded:
-            _loaded = True
-            if sys.platform == "linux":
-                for name in (None, "librt.so.1"):
-                    with contextlib.suppress(OSError, AttributeError):
-                        library = ctypes.CDLL(name, use_errno=True)
-                        library.timer_create, library.timer_settime, library.timer_delete  # noqa: B018
-                        _libc = library
-                        break
-        return _libc
+    if sys.platform == "linux":
+        for name in (None, "librt.so.1"):
+            with contextlib.suppress(OSError):
+                library = ctypes.CDLL(name, use_errno=True)
+                if hasattr(library, "timer_create") and hasattr(library, "timer_settime"):
+                    return library
+    return None
+
+
+class _Timers(threading.local):
+    """One timer a thread, made once: arming it is a single system call. Timers do not survive a fork."""
+
+    pid = 0
+    timer: ctypes.c_void_p | None = None
+
+    def get(self, library: ctypes.CDLL) -> ctypes.c_void_p | None:
+        if self.pid != os.getpid():
+            self.pid = os.getpid()
+            timer = ctypes.c_void_p()
+            event = _SigEvent(None, signal.SIGKILL, SIGEV_SIGNAL)
+            made = library.timer_create(CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(timer)) == 0
+            self.timer = timer if made else None
+        return self.timer
+
+
+_timers = _Timers()
 
 
 def available() -> bool:
@@ -62,7 +77,7 @@ def available() -> bool:
 
 @contextlib.contextmanager
 def killed_after(seconds: float | None) -> Iterator[bool]:
-    """End this process with SIGKILL if the block takes longer.
+    """End this process with SIGKILL if the block takes longer. Not to be nested within a thread.
 
     Arguments:
         seconds: ``None`` arms nothing.
@@ -71,18 +86,13 @@ def killed_after(seconds: float | None) -> Iterator[bool]:
         whether a timer is armed.
     """
     library = _library() if seconds is not None else None
-    if library is None or seconds is None:
+    timer = _timers.get(library) if library is not None else None
+    if library is None or timer is None or seconds is None:
         yield False
         return
-    timer = ctypes.c_void_p()
-    event = _SigEvent(None, signal.SIGKILL, SIGEV_SIGNAL)
-    if library.timer_create(CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(timer)) != 0:
-        yield False
-        return
+    whole = int(seconds)
+    spec = _ITimerSpec(_TimeSpec(0, 0), _TimeSpec(whole, max(1, int((seconds - whole) * 1e9))))
     try:
-        whole = int(seconds)
-        spec = _ITimerSpec(_TimeSpec(0, 0), _TimeSpec(whole, max(1, int((seconds - whole) * 1e9))))
-        armed = library.timer_settime(timer, 0, ctypes.byref(spec), None) == 0
-        yield armed
+        yield library.timer_settime(timer, 0, ctypes.byref(spec), None) == 0
     finally:
-        library.timer_delete(timer)
+        library.timer_settime(timer, 0, ctypes.byref(_DISARMED), None)

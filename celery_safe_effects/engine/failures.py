@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from .. import canonical
+
+logger = logging.getLogger(__name__)
 
 Matcher = type[BaseException] | Callable[[BaseException], bool]
 TEXT_LIMIT = 4000
@@ -52,13 +55,17 @@ def matches(exc: BaseException, matchers: Iterable[Matcher]) -> bool:
         if isinstance(matcher, type):
             if isinstance(exc, matcher):
                 return True
-        else:
-            try:
-                if matcher(exc):
-                    return True
-            except Exception:
-                continue
+        elif _says_yes(matcher, exc):
+            return True
     return False
+
+
+def _says_yes(predicate: Callable[[BaseException], bool], exc: BaseException) -> bool:
+    try:
+        return bool(predicate(exc))
+    except Exception:
+        logger.exception("the predicate %r raised; it proves nothing", predicate)
+        return False
 
 
 def find(exc: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:

@@ -139,11 +139,16 @@ class ActiveJob:
     # -- effects -------------------------------------------------------------------------------------------------------
 
     def call(
-        self, effect: Effect[Any, Any], step: str | None, keyed: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        effect: Effect[Any, Any],
+        step: str | None,
+        keyed: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Outcome[Any]:
-        """Run one declared effect, or return what is recorded for it. See :class:`~celery_safe_effects.effects.Effect`."""
+        """Run one declared effect, or return what is recorded for it; the effect's own docstring says more."""
         if self.declared is None or effect not in self.declared:
-            listed = "whose whole body is one side effect" if self.declared is None else "whose effects= does not list it"
+            listed = "whose whole body is one effect" if self.declared is None else "whose effects= does not list it"
             raise UndeclaredEffect(
                 f"effect {effect.name!r} was called by a task {listed}; add it to the task's effects=[...]",
                 effect=effect.name,
@@ -187,8 +192,8 @@ class ActiveJob:
         with self._lock:
             if step is None and keyed is None and self._open:
                 raise StepNameRequired(
-                    f"effect {effect.name!r} was called while {', '.join(sorted(self._open))} is open; name overlapping "
-                    f'calls: {effect.__name__}.step("...")(...)'
+                    f"effect {effect.name!r} was called while {', '.join(sorted(self._open))} is open; name "
+                    f'overlapping calls: {effect.__name__}.step("...")(...)'
                 )
             ordinal = self._ordinal + 1
             name = step or (f"{effect.name}/{keyed}" if keyed else str(ordinal))
@@ -222,8 +227,8 @@ class ActiveJob:
         if record.effect != effect.name or record.args_digest != digest:
             what = f"effect {effect.name!r}" if record.effect != effect.name else "other arguments"
             self.mismatch = ReplayMismatch(
-                f"step {step!r} of job {self.id} is recorded as {record.effect!r}, the replay asks for {what}; the body "
-                "must make the same calls each time it runs: put clocks, randomness and reads into repeatable effects",
+                f"step {step!r} of job {self.id} is recorded as {record.effect!r}, the replay asks for {what}; the "
+                "body must make the same calls each time it runs: put clocks, randomness, reads in repeatable effects",
                 job_id=self.id,
                 step=step,
             )
@@ -293,10 +298,11 @@ class ActiveJob:
     def _not_recorded(self, effect: Effect[Any, Any], intent: Intent, nonce: Any, live: bool) -> Outcome[Any] | Any:
         """The intent statement changed nothing: say why, or find that an earlier try of it got through."""
         if not live:
-            job = self.store.insist("JOB", until=self.held.trusted, id=self.id)
-            if job and job[0].lease_token == self.lease.token and job[0].fence == self.fence and job[0].status == "running":
-                if job[0].cancelled or job[0].dying:
-                    raise self._cancelled(job[0].cancelled)
+            found = self.store.insist("JOB", until=self.held.trusted, id=self.id)
+            job = found[0] if found else None
+            ours = job is not None and (job.lease_token, job.fence) == (self.lease.token, self.fence)
+            if job is not None and ours and job.status == "running" and (job.cancelled or job.dying):
+                raise self._cancelled(job.cancelled)
             raise self._lost()
         record = self.store.insist("OPERATION", until=self.held.trusted, key=intent.key)[0]
         if record.nonce == nonce:
@@ -304,13 +310,14 @@ class ActiveJob:
         if record.job_id != self.id or intent.keyed:
             if record.effect != effect.name or record.args_digest != intent.args_digest:
                 raise IdempotencyConflict(
-                    f"operation {intent.key} is recorded with other arguments by job {record.job_id}", job_id=record.job_id
+                    f"operation {intent.key} is recorded with other arguments by job {record.job_id}",
+                    job_id=record.job_id,
                 )
         else:
             self._same_call(effect, record, intent.step, intent.args_digest)
-        found = self._settled(record, replayed=True)
-        if found is not None:
-            return found
+        outcome = self._settled(record, replayed=True)
+        if outcome is not None:
+            return outcome
         if record.job_id != self.id:
             raise Deferred(f"waiting for operation {intent.key} of job {record.job_id}", waiting_for=intent.key)
         if record.status == Op.INTENT_RECORDED:
@@ -427,7 +434,9 @@ class ActiveJob:
 
     def _lost(self) -> LeaseLost:
         self.held.lost = True
-        return LeaseLost(f"job {self.id} (fence {self.fence}) is no longer ours; nothing more is recorded", job_id=self.id)
+        return LeaseLost(
+            f"job {self.id} (fence {self.fence}) is no longer ours; nothing more is recorded", job_id=self.id
+        )
 
     def _unknown(self, key: str, why: str) -> OutcomeUnknown:
         self.parked = OutcomeUnknown(

@@ -1,6 +1,6 @@
 """Leases of this process, and the one thread that renews them.
 
-A worker's own trust in its lease ends, on its monotonic clock, at the start of the last good renewal + ttl − margin:
+A worker's own trust in its lease ends, on its monotonic clock, at the start of the last good renewal + ttl - margin:
 earlier than the database's, whatever either clock shows.
 """
 

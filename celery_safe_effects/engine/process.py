@@ -12,7 +12,7 @@ def here() -> str:
     """Identity of this boot and process namespace; process ids mean something only inside it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        namespace = os.readlink("/proc/self/ns/pid")
+        namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return ""
     return f"{boot}|{namespace}|"
@@ -29,18 +29,16 @@ def start_time(pid: int) -> str | None:
     return None if fields[0] in ("Z", "X") else fields[19]
 
 
-_identity: tuple[int, str] = (0, "")
-
-
 def identity() -> str:
     """This process: boot, namespace, process id and start time. Empty where the system does not tell."""
-    global _identity
-    pid = os.getpid()
-    if _identity[0] != pid:
-        base = here()
-        started = start_time(pid) if base else None
-        _identity = (pid, f"{base}{pid}|{started}" if started else "")
-    return _identity[1]
+    return _identity(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _identity(pid: int) -> str:
+    base = here()
+    started = start_time(pid) if base else None
+    return f"{base}{pid}|{started}" if started else ""
 
 
 def is_gone(process: str) -> bool:

@@ -201,7 +201,9 @@ class Reconciler:
         if row.if_unknown == "assume_happened":
             evidence = {"policy": "assume_happened", "asked_at": row.asked_at}
             policy = "policy:assume_happened"
-            return self._resolve(row, "outcome_confirmed", policy, policy, ref=row.key, evidence=evidence) != "superseded"
+            return (
+                self._resolve(row, "outcome_confirmed", policy, policy, ref=row.key, evidence=evidence) != "superseded"
+            )
         marked = self.store.insist("POLICY", key=row.key, attempt=row.attempt, fence=row.fence)
         return bool(marked) and self._resume(row, by, "policy:send_again")
 

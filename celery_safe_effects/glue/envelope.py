@@ -17,7 +17,16 @@ from .. import canonical
 MARK: Final = "safe_effects"
 """The message header that says: this message has a row."""
 
-_DROPPED: Final = frozenset({"producer", "retry", "retry_policy", "event_dispatcher", "timeout", "confirm_timeout"})
+HEADERS: Final = (
+    "lang", "task", "id", "shadow", "eta", "expires", "group", "group_index", "retries", "timelimit", "root_id",
+    "parent_id", "argsrepr", "kwargsrepr", "origin", "ignore_result", "replaced_task_nesting", "stamped_headers",
+    "stamps",
+)  # fmt: skip
+"""What Celery's message protocol 2 carries in the headers."""
+
+_DROPPED: Final = frozenset(
+    {"producer", "retry", "retry_policy", "event_dispatcher", "timeout", "confirm_timeout", "declare"}
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,24 @@ class Envelope:
     properties: dict[str, Any]
     body: Any
     options: dict[str, Any]
+
+    @classmethod
+    def of_request(cls, request: Mapping[str, Any], args: Any, kwargs: Any) -> Envelope:
+        """The envelope of a message that a worker received.
+
+        Arguments:
+            request: the request as Celery's mapping, with the message's headers, properties and delivery info.
+            args, kwargs: the decoded arguments.
+        """
+        embed = {name: request.get(name) for name in ("callbacks", "errbacks", "chain", "chord")}
+        delivery = request.get("delivery_info") or {}
+        options = {"queue": delivery.get("routing_key") or None, "priority": delivery.get("priority")}
+        properties = {
+            "correlation_id": request.get("correlation_id") or request["id"],
+            "reply_to": request.get("reply_to") or "",
+        }
+        headers = {name: request.get(name) for name in HEADERS}
+        return cls(headers, properties, (list(args), dict(kwargs), embed), options)
 
     @property
     def id(self) -> str:
@@ -126,13 +153,8 @@ def routing_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The publishing options worth keeping: names instead of objects, nothing that belongs to one connection."""
     kept: dict[str, Any] = {}
     for name, value in options.items():
-        if name in _DROPPED or value is None:
-            continue
-        if name in ("queue", "exchange"):
-            value = getattr(value, "name", value)
-        if name == "declare":
-            continue
-        kept[name] = value
+        if name not in _DROPPED and value is not None:
+            kept[name] = getattr(value, "name", value) if name in ("queue", "exchange") else value
     return kept
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from uuid import uuid4
 
 from celery import states
@@ -19,6 +20,7 @@ from ..engine.lease import clock
 from ..errors import (
     Deferred,
     EffectResultInvalid,
+    IdempotencyConflict,
     JobCancelled,
     LeaseLost,
     OutcomeUnknown,
@@ -28,7 +30,7 @@ from ..errors import (
 )
 from ..states import TERMINAL, JobStatus
 from ..states import OperationStatus as Op
-from ..store.hot import Lease, Row
+from ..store.hot import RETRYABLE, Lease, Row
 from ..values import Operation
 from .envelope import MARK, Envelope, Mark, arguments_digest
 
@@ -94,8 +96,12 @@ class Execution:
             self._stale("payload_differs")
         if digest == "opaque":
             digest = self.mark.digest if self.mark is not None else digest
+        with ExitStack() as alarm:
+            return self._deliver(digest, alarm)
+
+    def _deliver(self, digest: str, alarm: ExitStack) -> Any:
         token, nonce = uuid4(), uuid4()
-        row, since = self._claim(digest, token, nonce)
+        row, since = self._claim(digest, token, nonce, alarm)
         if row is None or row.lease_token != token or row.status != JobStatus.RUNNING:
             return self._not_claimed(row)
         self.request.retries = row.retries
@@ -116,10 +122,10 @@ class Execution:
             prefork=self.safe.prefork,
             recorded=recorded,
         )
-        scope = current.begin(job)
+        scope = current.begin(job, alone=self.safe.prefork)
         try:
             if self.whole_body:
-                return self._whole_body(job, row, nonce, since)
+                return self._whole_body(job, row, nonce, since, alarm)
             return self._conclude(job, self._body(job))
         except LeaseLost as exc:
             logger.warning("%s", exc)
@@ -127,7 +133,7 @@ class Execution:
             signals.lease_lost.send(sender=self.task.name, job_id=self.id, fence=job.fence)
             raise Ignore(str(exc)) from None
         finally:
-            current.end(job, scope)
+            current.end(scope)
             self.safe.keeper.drop(held)
 
     # -- claim ---------------------------------------------------------------------------------------------------------
@@ -135,7 +141,7 @@ class Execution:
     def _ttl(self) -> float:
         return float(self.task.lease_ttl or self.safe.config.lease_ttl)
 
-    def _claim(self, digest: str, token: Any, nonce: Any) -> tuple[Row | None, float]:
+    def _claim(self, digest: str, token: Any, nonce: Any, alarm: ExitStack) -> tuple[Row | None, float]:
         params: dict[str, Any] = {
             "id": self.id,
             "token": token,
@@ -165,23 +171,41 @@ class Execution:
                 "args_digest": digest,
             }
         for attempt in range(3):
-            since = clock()
-            # The row is the recovery, but an unmarked message may have none yet: wait for the database.
-            rows = self.store.insist(statement, until=None, **params)
-            row = rows[0] if rows else None
+            row, since = self._ask(statement, params, alarm)
             if row is None and attempt == 0 and self._adopt(digest):
                 continue
-            if row is not None and row.status == JobStatus.QUEUED and 0 < (row.wait_s or 0) <= EARLY_WAIT and attempt < 2:
-                time.sleep(row.wait_s + 0.01)
+            early = row.wait_s or 0 if row is not None and row.status == JobStatus.QUEUED else 0
+            if 0 < early <= EARLY_WAIT and attempt < 2:
+                time.sleep(early + 0.01)
                 continue
-            return row, since
+            break
         return row, since
+
+    def _ask(self, statement: str, params: dict[str, Any], alarm: ExitStack) -> tuple[Row | None, float]:
+        """One claim, however long the database takes: the row is the recovery, but an unmarked message may have none.
+
+        A whole body's intent goes with its claim, so that its deadline's timer is armed before either is sent.
+        """
+        options = self.task.body().options if self.whole_body else None
+        kill = options.deadline if options and self.safe.prefork and options.kill_at_deadline else None
+        while True:
+            alarm.close()
+            alarm.enter_context(self.safe.hooks.armed(kill))
+            since = clock()
+            try:
+                return self.store.row(statement, **params), since
+            except RETRYABLE as exc:
+                logger.warning("claiming job %s waits for the database: %s", self.id, exc)
+                alarm.close()
+                time.sleep(0.2)
 
     def _adopt(self, digest: str) -> bool:
         """A message without a row: an unmarked one is persisted and runs; a marked one never runs."""
         if self.mark is None:
-            envelope = self._envelope()
-            self.safe.publisher.accept(envelope, {}, actor=self.owner)
+            try:
+                self.safe.publisher.adopt(self._envelope(), self.owner)
+            except IdempotencyConflict:
+                self._stale("payload_differs")
             return True
         missing = self.store.insist("MISSING", id=self.id, seq=self.mark.seq)[0]
         if missing.from_the_future and not missing.pruned:
@@ -198,25 +222,14 @@ class Execution:
             logger.error("job %s has a message but no row: the database is older than the broker; parked", self.id)
             self._tell_unknown("row_missing")
         self._stale("no_row")
-        return False
 
     def _envelope(self) -> Envelope:
-        request = self.request
-        delivery = request.delivery_info or {}
-        names = ("lang", "task", "id", "shadow", "eta", "expires", "group", "group_index", "retries", "timelimit")
-        names += ("root_id", "parent_id", "argsrepr", "kwargsrepr", "origin", "ignore_result", "replaced_task_nesting")
-        names += ("stamped_headers", "stamps")
-        headers = {name: getattr(request, name, None) for name in names}
-        headers["task"], headers["id"] = self.task.name, self.id
-        embed = {name: getattr(request, name, None) for name in ("callbacks", "errbacks", "chain", "chord")}
-        options = {"queue": delivery.get("routing_key") or None, "priority": delivery.get("priority")}
-        properties = {"correlation_id": request.correlation_id or self.id, "reply_to": request.reply_to or ""}
-        return Envelope(headers, properties, (list(self.args), self.kwargs, embed), options)
+        request = {**vars(self.request), "task": self.task.name, "id": self.id}
+        return Envelope.of_request(request, self.args, self.kwargs)
 
     def _not_claimed(self, row: Row | None) -> Any:
         if row is None:
             self._stale("no_row")
-        assert row is not None
         if row.status in {s.value for s in TERMINAL}:
             if row.settled or not row.settle_due:
                 self._stale("finished")
@@ -240,7 +253,7 @@ class Execution:
             self._tell_cancelled(row.reason or "cancelled", row.fence)
         raise failures.from_json(canonical.decode(row.error) or {"text": f"job {self.id} failed: {row.reason}"})
 
-    def _stale(self, why: str) -> None:
+    def _stale(self, why: str) -> NoReturn:
         logger.info("delivery of job %s is stale (%s) and ignored", self.id, why)
         self.safe.count("stale_deliveries", why)
         signals.stale_delivery.send(sender=self.task.name, job_id=self.id, reason=why)
@@ -272,7 +285,7 @@ class Execution:
             return _Conclusion("succeeded", result=canonical.encode(value), value=value)
         except (TypeError, ValueError) as exc:
             error = EffectResultInvalid(
-                f"task {self.task.name} returned what is not JSON ({exc}); its effects are recorded and are not run again"
+                f"task {self.task.name} returned what is not JSON ({exc}); its effects stand and are not run again"
             )
             return _Conclusion("failed", "result_not_json", error=failures.to_json(error), tell=error)
 
@@ -300,13 +313,13 @@ class Execution:
         if isinstance(exc, Retry):
             return self._retry(job, exc)
         if isinstance(exc, Ignore):
-            return self._ignored(job)
+            return self._ignored()
         if isinstance(exc, Reject):
             error = SafeEffectsError(f"the task rejected its message: {exc.reason}")
             return _Conclusion("failed", "rejected", error=failures.to_json(error), tell=error)
         if job.not_happened is not None and failures.find(exc, (type(job.not_happened),)) is job.not_happened:
             delay = min(MAX_BACKOFF, BACKOFF * 2 ** min(job.attempt - 1, 16))
-            tell = Retry(exc=job.not_happened, when=delay)  # type: ignore[arg-type]
+            tell = Retry(exc=job.not_happened, when=delay)
             return _Conclusion("again", "not_happened", error=failures.to_json(exc), delay=delay, tell=tell, value=exc)
         if not isinstance(exc, Exception):
             # The process is being ended: between two effects the body may run again.
@@ -319,15 +332,21 @@ class Execution:
             delay = max(0.0, exc.when.timestamp() - time.time())
         cause = failures.to_json(exc.exc) if isinstance(exc.exc, BaseException) else {"text": str(exc)}
         return _Conclusion(
-            "again", f"retry: {cause['text']}"[:500], error=cause, delay=float(delay), outgoing=job.outgoing, tell=exc,
+            "again",
+            f"retry: {cause['text']}"[:500],
+            error=cause,
+            delay=float(delay),
+            outgoing=job.outgoing,
+            tell=exc,
             value=exc.exc if isinstance(exc.exc, Exception) else exc,
         )
 
-    def _ignored(self, job: ActiveJob) -> _Conclusion:
+    @staticmethod
+    def _ignored() -> _Conclusion:
         """``Ignore``: done, and Celery stores nothing."""
         return _Conclusion("succeeded", "ignored", result="null", settle=False, tell=Ignore())
 
-    def _whole_body(self, job: ActiveJob, row: Row, nonce: Any, since: float) -> Any:
+    def _whole_body(self, job: ActiveJob, row: Row, nonce: Any, since: float, alarm: ExitStack) -> Any:
         """The body is one effect: its outcome is the job's end, in one statement."""
         body = self.task.body()
         key = job.key("body")
@@ -349,15 +368,18 @@ class Execution:
             _expires=expires,
             _clock=clock,
         )
-        kill = options.deadline if self.safe.prefork and options.kill_at_deadline else None
+        if not job.held.trusted() or (expires is not None and clock() >= expires):
+            not_called = {"not_called": "its time was over"}
+            job.record_outcome("OUTCOME", key, nonce, Op.NOT_HAPPENED, None, None, None, not_called)
+            raise job._lost()
         value: Any = None
         raised: BaseException | None = None
-        with self.safe.hooks.armed(kill):
-            try:
-                self._started()
-                value = self._run_tracked(job)
-            except BaseException as exc:
-                raised = exc
+        try:
+            self._started()
+            value = self._run_tracked(job)
+        except BaseException as exc:
+            raised = exc
+        alarm.close()
         if raised is None:
             ref, result, invalid = outcome_of(value, key)
             error = None if invalid is None else {"text": f"task {self.task.name!r} {invalid}"}
@@ -397,7 +419,7 @@ class Execution:
             self.safe.publisher.deliver_now(self.id)
             if isinstance(raised, Retry):
                 raise raised
-            raise Retry(exc=raised, when=conclusion.delay) from raised  # type: ignore[arg-type]
+            raise Retry(exc=raised, when=conclusion.delay) from raised
         self._settles(job.fence)
         raise raised
 
@@ -429,7 +451,13 @@ class Execution:
         return task.run(*self.args, **self.kwargs)
 
     def _pend(
-        self, job: ActiveJob, status: str, reason: str | None, error: Any, delay: float, outgoing: Envelope | None = None
+        self,
+        job: ActiveJob,
+        status: str,
+        reason: str | None,
+        error: Any,
+        delay: float,
+        outgoing: Envelope | None = None,
     ) -> bool:
         rows = self.store.insist(
             "BODY_PENDING",
@@ -496,7 +524,7 @@ class Execution:
             self._tell_cancelled(rows[0].reason or "cancelled", job.fence)
         self._settles(job.fence)
         if status == JobStatus.FAILED and end.wish == "again":
-            raise end.value or end.tell
+            raise end.value
         if end.tell is not None:
             raise end.tell
         return end.value
@@ -504,9 +532,12 @@ class Execution:
     def _already_left(self, job: ActiveJob) -> list[Row]:
         """No row: an earlier try got through and its reply was lost, or the job is no longer ours."""
         found = self.store.insist("JOB", id=self.id)
-        if found and found[0].lease_token == job.lease.token and found[0].fence == job.fence:
-            if found[0].status in {s.value for s in TERMINAL}:
-                return found
+        if (
+            found
+            and (found[0].lease_token, found[0].fence) == (job.lease.token, job.fence)
+            and found[0].status in {s.value for s in TERMINAL}
+        ):
+            return found
         raise job._lost()
 
     def _settles(self, fence: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from datetime import datetime
@@ -18,12 +20,14 @@ from kombu.exceptions import OperationalError as BrokerError
 
 from ..engine import current
 from ..engine.job import ActiveJob
+from ..engine.lease import clock
 from ..errors import (
     AcceptanceUnknown,
     ConfigurationError,
     IdempotencyConflict,
     PayloadInvalid,
     PayloadTooLarge,
+    ReplayMismatch,
     StoreUnavailable,
 )
 from ..states import TERMINAL
@@ -96,7 +100,7 @@ class Publisher:
 
         base: Any = symbol_by_name(original_cls) if isinstance(original_cls, str) else original_cls
 
-        class SafeAMQP(base):  # type: ignore[misc]
+        class SafeAMQP(base):
             @cached_property
             def send_task_message(self) -> Callable[..., Any]:
                 return publisher.wrap(base._create_task_sender(self))
@@ -117,15 +121,22 @@ class Publisher:
 
     # -- from app.send_task to the row ---------------------------------------------------------------------------------
 
-    def send_task(
-        self, send: Callable[..., Any], name: str, args: Any, kwargs: Any, options: dict[str, Any]
-    ) -> Any:
+    def send_task(self, send: Callable[..., Any], name: str, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
         """``app.send_task`` with ids that a replay finds again, and existing jobs in place of new ones."""
         job = current.job()
         if job is not None and not options.get("task_id"):
             options["task_id"] = self.child_id(job)
         try:
             return send(name, args, kwargs, **options)
+        except IdempotencyConflict as exc:
+            if job is None or exc.job_id != options.get("task_id"):
+                raise
+            job.mismatch = ReplayMismatch(
+                f"message {job.children} of job {job.id} went out with another task or arguments before; the body "
+                "must send the same messages each time it runs",
+                job_id=job.id,
+            )
+            raise job.mismatch from exc
         except _AlreadyAccepted as found:
             result_cls = options.get("result_cls") or self.app.AsyncResult
             result = result_cls(found.job_id)
@@ -161,7 +172,7 @@ class Publisher:
         self, send: Callable[..., Any], producer: Any, name: str, message: Any, options: dict[str, Any]
     ) -> Any:
         """Write the row of a safe message, then publish it."""
-        ours = {key: options.pop(key) for key in OURS if key in options}
+        ours: dict[str, Any] = {key: options.pop(key) for key in OURS if key in options}
         transaction = options.pop("transaction", None)
         if _publishing_as_is.get() or not isinstance(message[2], tuple):
             return send(producer, name, message, **options)
@@ -221,7 +232,13 @@ class Publisher:
         return str(getattr(task, "tenant", None) or DEFAULT_TENANT)
 
     def accept(
-        self, envelope: Envelope, ours: dict[str, Any], *, parent: ActiveJob | None = None, actor: str = "producer"
+        self,
+        envelope: Envelope,
+        ours: dict[str, Any],
+        *,
+        parent: ActiveJob | None = None,
+        actor: str = "producer",
+        limit: int | None = None,
     ) -> tuple[int, bool]:
         """Make a job's row durable.
 
@@ -241,7 +258,7 @@ class Publisher:
             raise PayloadInvalid(
                 f"the arguments of {envelope.task} cannot be encoded as {serializer}: {exc}; nothing was enqueued"
             ) from exc
-        if len(data) > config.max_payload:
+        if len(data) > (limit or config.max_payload):
             raise PayloadTooLarge(
                 f"the message of {envelope.task} is {len(data)} bytes, more than safe_effects_max_payload "
                 f"({config.max_payload}); nothing was enqueued: pass a reference instead of the data",
@@ -276,6 +293,28 @@ class Publisher:
             return row.seq, row.publish
         raise self._existing(params)
 
+    def adopt(self, envelope: Envelope, owner: str, patience: float = float("inf")) -> None:
+        """Persist a message whose producer wrote no row; an existing row of the same call is fine.
+
+        Raises:
+            IdempotencyConflict: the id belongs to another call.
+            StoreUnavailable, AcceptanceUnknown: after ``patience`` seconds.
+        """
+        give_up = clock() + patience
+        while True:
+            try:
+                # It is in the broker already: a size limit would only lose it.
+                self.accept(envelope, {}, actor=owner, limit=sys.maxsize)
+            except _AlreadyAccepted:
+                return
+            except (StoreUnavailable, AcceptanceUnknown) as exc:
+                if clock() >= give_up:
+                    raise
+                logger.warning("message %s waits to be persisted: %s", envelope.id, exc)
+                time.sleep(min(1.0, patience))
+            else:
+                return
+
     def _insert(self, params: dict[str, Any]) -> Any:
         """The accepting statement; repeated under the same id if its reply was lost."""
         sent = False
@@ -296,7 +335,9 @@ class Publisher:
                 if attempt == ACCEPT_TRIES - 1 or isinstance(exc, psycopg.errors.QueryCanceled):
                     raise self._acceptance_unknown(params["id"], exc) from exc
             except psycopg.DataError as exc:
-                raise PayloadInvalid(f"the database cannot store the job: {str(exc).strip()}; nothing was enqueued") from exc
+                raise PayloadInvalid(
+                    f"the database cannot store the job: {str(exc).strip()}; nothing was enqueued"
+                ) from exc
         raise AssertionError("unreachable")
 
     def _acceptance_unknown(self, job_id: str, exc: BaseException) -> AcceptanceUnknown:
@@ -359,12 +400,9 @@ class Publisher:
         options = dict(envelope.options)
         if options.get("exchange") == "" or not options.get("exchange"):
             options.pop("exchange", None)
-        self.app.amqp  # noqa: B018  # creates the sender that wrap() remembers
-        self.app.amqp.send_task_message  # noqa: B018
+        _ = self.app.amqp.send_task_message  # made at its first use, when wrap() learns the original
         with self.app.producer_pool.acquire(block=True) as producer, as_is():
-            self.send_as_is(
-                producer, row.task, (envelope.headers, envelope.properties, envelope.body, None), **options
-            )
+            self.send_as_is(producer, row.task, (envelope.headers, envelope.properties, envelope.body, None), **options)
 
     def deliver_now(self, *job_ids: str) -> int:
         """Publish what is due of these jobs, a little ahead of its time if need be."""

@@ -17,7 +17,7 @@ from celery.worker.request import Request
 
 from ..engine.sweep import BACKOFF, MAX_BACKOFF
 from ..states import JobStatus
-from .envelope import MARK, Mark
+from .envelope import MARK, Envelope, Mark
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -27,10 +27,11 @@ logger = logging.getLogger(__name__)
 LOST = (WorkerLostError, TimeLimitExceeded, Terminated, SystemExit, KeyboardInterrupt)
 
 
-class SafeRequest(Request):  # type: ignore[misc]
+class SafeRequest(Request):
     """A request of a :class:`~celery_safe_effects.SafeTask`."""
 
     _left = False
+    _unpersisted = False
 
     @property
     def _safe(self) -> SafeEffects:
@@ -40,6 +41,26 @@ class SafeRequest(Request):  # type: ignore[misc]
     def marked(self) -> bool:
         """Whether the message belongs to a row already."""
         return Mark.of(self._request_dict.get(MARK)) is not None
+
+    def on_accepted(self, pid: int, time_accepted: float) -> None:
+        """An unmarked message is persisted before it is acknowledged."""
+        if not self.marked and not self.task.acks_late:
+            args, kwargs, embed = self._payload
+            request = {**self._request_dict, **(embed or {})}
+            envelope = Envelope.of_request(request, args, kwargs)
+            try:
+                self._safe.publisher.adopt(envelope, self._safe.owner(self.hostname), patience=0.0)
+            except Exception:
+                # The child persists it too; unacknowledged, it comes again.
+                logger.warning("message %s is not persisted yet and stays unacknowledged", self.id, exc_info=True)
+                self._unpersisted = True
+        super().on_accepted(pid, time_accepted)
+        self._unpersisted = False
+
+    def acknowledge(self) -> None:
+        """As Celery's, unless the message is the only copy of its job."""
+        if not self._unpersisted:
+            super().acknowledge()
 
     def maybe_expire(self) -> bool:
         """Never: expiry is judged by the database, not by this worker's clock."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SafeTask(Task):  # type: ignore[misc]
+class SafeTask(Task):
     """Base class of tasks whose deliveries are persisted, leased and recorded.
 
     Use it as ``@app.task(base=SafeTask, effects=[...])`` in an app that has ``SafeEffects(app)``.
@@ -35,7 +35,7 @@ class SafeTask(Task):  # type: ignore[misc]
     abstract = True
     Request = "celery_safe_effects.glue.request:SafeRequest"
     effects: ClassVar[Sequence[Effect[Any, Any]] | None] = None
-    effect_options: ClassVar[Mapping[str, Any]] = {}
+    effect_options: ClassVar[Mapping[str, Any] | None] = None
     lease_ttl: ClassVar[float | None] = None
     max_attempts: ClassVar[int | None] = None
     max_age: ClassVar[float | None] = None
@@ -78,7 +78,7 @@ class SafeTask(Task):  # type: ignore[misc]
         Raises:
             NoActiveJob: outside a running job.
         """
-        found = current.job()
+        found = current.job_here()
         if found is None:
             raise NoActiveJob("self.job exists only while a worker runs the task")
         return found
@@ -107,8 +107,8 @@ class SafeTask(Task):  # type: ignore[misc]
         """
         job = current.job()
         exc = kwargs.get("exc")
-        if job is not None and job.operation is not None and exc is not None and not job.in_body:
-            # autoretry_for: a guess about classes, not a statement about this run.
+        # autoretry_for is a guess about classes, not the author's statement about this run.
+        if isinstance(exc, BaseException) and job is not None and job.operation is not None and not job.in_body:
             if not failures.matches(exc, self.body().options.not_happened_on):
                 raise exc
         return super().retry(*args, **kwargs)
@@ -142,10 +142,10 @@ def _declared(name: str, effects: Any) -> tuple[Effect[Any, Any], ...]:
     seen: dict[str, Effect[Any, Any]] = {}
     for found in effects:
         if not isinstance(found, Effect):
-            raise ConfigurationError(f"task {name!r}: effects= lists {found!r}, which is no effect; decorate it with @effect()")
+            raise ConfigurationError(
+                f"task {name!r}: effects= lists {found!r}, which is no effect; decorate it with @effect()"
+            )
         if found.name in seen:
             raise ConfigurationError(f"task {name!r}: effects= lists {found.name!r} twice")
         seen[found.name] = found
     return tuple(seen.values())
-
-

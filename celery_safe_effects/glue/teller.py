@@ -66,5 +66,3 @@ class Teller:
 def _ignores_result(task: Any, request: Any) -> bool:
     value = getattr(request, "ignore_result", None)
     return bool(task.ignore_result if value is None else value)
-
-

@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 def make_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
     """The worker step of one app."""
 
-    class SafeEffectsStep(bootsteps.StartStopStep):  # type: ignore[misc]
+    class SafeEffectsStep(bootsteps.StartStopStep):
         """Checks before the pool starts, stands in for beat afterwards."""
 
-        requires = {"celery.worker.components:Pool"}
+        requires = ("celery.worker.components:Pool",)
         name = "safe_effects"
 
         def __init__(self, worker: Any, **kwargs: Any) -> None:
@@ -81,20 +81,26 @@ class StandIn(threading.Thread):
 
     def run(self) -> None:
         config = self.safe.config
-        while not self._over.wait(config.sweep_interval):
+        watching = max(config.sweep_interval, config.heartbeat_interval)
+        pause = config.sweep_interval
+        while not self._over.wait(pause):
             try:
-                self._turn("sweep", config.sweep_interval)
-                self._turn("reconcile", config.reconcile_interval)
+                pause = config.sweep_interval if self._turn() else watching
             except StoreUnavailable as exc:
                 logger.warning("standing in for the sweep: %s", exc)
             except Exception:
                 logger.exception("standing in for the sweep failed")
 
-    def _turn(self, name: str, interval: float) -> None:
-        row = self.safe.store.row("MAINTENANCE_BEGIN", name=name, by=self.by, idle_for=self.MISSED * interval)
-        if row is None:
-            return
-        if name == "sweep":
+    def _turn(self) -> bool:
+        """One look, one statement; returns whether it was this process's turn to do something."""
+        config = self.safe.config
+        intervals = {"sweep": config.sweep_interval, "reconcile": config.reconcile_interval}
+        rows = self.safe.store.rows(
+            "STAND_IN", by=self.by, names=list(intervals), intervals=list(intervals.values()), missed=self.MISSED
+        )
+        names = {row.name for row in rows}
+        if "sweep" in names:
             self.safe.sweeper.sweep(self.by)
-        else:
+        if "reconcile" in names:
             self.safe.reconciler.reconcile(self.by)
+        return bool(names)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
+import select
 import threading
 import time
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import Any, Final, NoReturn, TypeVar
 
 import psycopg
 from psycopg import pq
@@ -23,6 +23,9 @@ from psycopg.types.numeric import Int8Dumper
 from ..errors import ConfigurationError, StoreUnavailable
 
 CONNECT_TIMEOUT = 5
+R = TypeVar("R")
+_EVENTS: Final = (0, select.POLLIN, select.POLLOUT, select.POLLIN | select.POLLOUT)
+"""What to wait for, by psycopg's numbers: 1 to read, 2 to write, 3 for either."""
 
 
 def conninfo_from_url(url: str) -> str:
@@ -68,32 +71,35 @@ class DeadlineConnection(psycopg.Connection[Any]):
     pooled: bool = False
     used_at: float = 0.0
 
-    def wait(self, gen: Generator[Any, Any, Any], interval: float = 0.0) -> Any:
-        deadline = time.monotonic() + self.statement_timeout
+    def wait(self, gen: Generator[Any, Any, R], interval: float = 0.0, timeout: float | None = None) -> R:
+        """As psycopg's, but never longer than the statement timeout."""
+        del interval
+        deadline = time.monotonic() + (self.statement_timeout if timeout is None else timeout)
         try:
-            state = next(gen)
+            wanted = next(gen)
             fileno = self.pgconn.socket
-            with selectors.DefaultSelector() as selector:
-                key = selector.register(fileno, _events(state))
-                while True:
-                    remaining = deadline - time.monotonic()
-                    ready = selector.select(remaining) if remaining > 0 else []
-                    if not ready:
-                        self._give_up()
-                    answer = 0
-                    for _, mask in ready:
-                        if mask & selectors.EVENT_READ:
-                            answer |= 1
-                        if mask & selectors.EVENT_WRITE:
-                            answer |= 2
-                    state = gen.send(answer)
-                    wanted = _events(state)
-                    if key.events != wanted:
-                        key = selector.modify(fileno, wanted)
+            poll = select.poll()
+            poll.register(fileno, _EVENTS[int(wanted)])
+            while True:
+                ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+                if not ready:
+                    self._give_up()
+                mask = ready[0][1]
+                answer = (1 if mask & ~select.POLLOUT else 0) | (2 if mask & select.POLLOUT else 0)
+                state = gen.send(answer)
+                if state != wanted:
+                    wanted = state
+                    poll.modify(fileno, _EVENTS[int(wanted)])
         except StopIteration as done:
-            return done.value
+            return done.value  # type: ignore[no-any-return]
+        except psycopg.Error:
+            raise
+        except BaseException:
+            # Interrupted half-way (a time limit, a shutdown): the reply is still under way, so nobody may reuse it.
+            self.pgconn.finish()
+            raise
 
-    def _give_up(self) -> None:
+    def _give_up(self) -> NoReturn:
         with contextlib.suppress(Exception):
             if pq.version() >= 170000:
                 self.cancel_safe(timeout=1.0)
@@ -101,11 +107,6 @@ class DeadlineConnection(psycopg.Connection[Any]):
                 self.pgconn.get_cancel().cancel()
         self.pgconn.finish()
         raise StatementTimeout(f"no answer from PostgreSQL within {self.statement_timeout:g} s")
-
-
-def _events(state: Any) -> int:
-    value = int(state)
-    return (selectors.EVENT_READ if value & 1 else 0) | (selectors.EVENT_WRITE if value & 2 else 0)
 
 
 class Connections:

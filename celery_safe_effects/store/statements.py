@@ -11,7 +11,9 @@ from typing import Final
 
 JOB_FACTS: Final = """
     j.id, j.task, j.status, j.reason, j.tenant, j.pool, j.fence, j.lease_token, j.attempts, j.max_attempts, j.retries,
-    j.generation, j.args_digest, coalesce(j.publishes > 0 OR j.next_publish_at <= clock_timestamp(), false) AS settle_due, j.cancel_requested_at IS NOT NULL AS cancelled, j.outcome_ref,
+    j.generation, j.args_digest,
+    coalesce(j.publishes > 0 OR j.next_publish_at <= clock_timestamp(), false) AS settle_due,
+    j.cancel_requested_at IS NOT NULL AS cancelled, j.outcome_ref,
     j.result::text AS result, j.error::text AS error, j.settled_at IS NOT NULL AS settled, j.settle, j.held,
     j.open_ops + j.unknown_ops AS unresolved,
     coalesce(LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp(), false) AS dying,
@@ -57,7 +59,8 @@ UPDATE {s}.job SET next_publish_at = greatest(clock_timestamp(), run_after), pub
 
 # 2: a claim takes a new random token and a higher fence, only of a queued row, only on the database's clock; claim and
 # start are two log rows (the trigger's). May be lost by a crash: no later statement then matches.
-_CLAIM: Final = """
+_CLAIM: Final = (
+    """
 WITH c AS (
     UPDATE {s}.job j
        SET status = 'running', fence = j.fence + 1, lease_token = %(token)s, lease_owner = %(owner)s,
@@ -68,14 +71,22 @@ WITH c AS (
        AND j.cancel_requested_at IS NULL AND j.attempts < j.max_attempts
        AND (j.run_after IS NULL OR j.run_after <= clock_timestamp())
        AND coalesce(LEAST(j.expires_at, j.gives_up_at) > clock_timestamp(), true)
-    RETURNING """ + JOB_FACTS + """
+    RETURNING """
+    + JOB_FACTS
+    + """
 )"""
-CLAIM: Final = _CLAIM + """
+)
+CLAIM: Final = (
+    _CLAIM
+    + """
 SELECT c.*, NULL::uuid AS nonce, {async} AS a FROM c
 UNION ALL
-SELECT """ + JOB_FACTS + """, NULL::uuid, NULL::text FROM {s}.job j
+SELECT """
+    + JOB_FACTS
+    + """, NULL::uuid, NULL::text FROM {s}.job j
  WHERE j.id = %(id)s AND NOT EXISTS (SELECT FROM c)
 """
+)
 
 _INTENT_COLUMNS: Final = """(key, job_id, step, ordinal, effect, status, keyed, repeatable, whole_body, fence, nonce,
         process, args, args_digest, deadline, lag, deadline_at, absent_from, idempotent_for, has_lookup, if_unknown,
@@ -102,20 +113,31 @@ _INTENT_AGAIN: Final = """ON CONFLICT (key) DO UPDATE
        AND (o.status = 'not_happened' OR (o.job_id = excluded.job_id AND {s}.sendable(o)))"""
 
 # The same, and the intent of a whole-body effect with it: durable.
-CLAIM_BODY: Final = _CLAIM + """,
+CLAIM_BODY: Final = (
+    _CLAIM
+    + """,
 i AS (
-    INSERT INTO {s}.operation AS o """ + _INTENT_COLUMNS + """
-    SELECT """ + _INTENT_VALUES.replace("%(key)s", "j.id || ':body'", 1) + """
+    INSERT INTO {s}.operation AS o """
+    + _INTENT_COLUMNS
+    + """
+    SELECT """
+    + _INTENT_VALUES.replace("%(key)s", "j.id || ':body'", 1)
+    + """
       FROM c j
-    """ + _INTENT_AGAIN + """
+    """
+    + _INTENT_AGAIN
+    + """
     RETURNING o.nonce, o.attempt, o.intent_at, o.deadline_at
 )
 SELECT c.*, i.nonce, i.attempt AS op_attempt, i.intent_at, i.deadline_at FROM c LEFT JOIN i ON true
 UNION ALL
-SELECT """ + JOB_FACTS + """, o.nonce, o.attempt, o.intent_at, o.deadline_at
+SELECT """
+    + JOB_FACTS
+    + """, o.nonce, o.attempt, o.intent_at, o.deadline_at
   FROM {s}.job j LEFT JOIN {s}.operation o ON o.key = j.id || ':body' AND o.status = 'intent_recorded'
  WHERE j.id = %(id)s AND NOT EXISTS (SELECT FROM c)
 """
+)
 
 JOB: Final = "SELECT " + JOB_FACTS + " FROM {s}.job j WHERE j.id = %(id)s"
 
@@ -133,8 +155,12 @@ ON CONFLICT DO NOTHING RETURNING id
 """
 
 # What a replay needs: everything that earlier attempts recorded.
-RECORDED: Final = "SELECT " + OPERATION_FACTS + """
+RECORDED: Final = (
+    "SELECT "
+    + OPERATION_FACTS
+    + """
   FROM {s}.operation o WHERE o.job_id = %(id)s ORDER BY o.ordinal, o.first_intent_at"""
+)
 INTENT_OF: Final = """
 SELECT o.nonce, o.attempt, o.intent_at, o.deadline_at FROM {s}.operation o WHERE o.key = %(key)s
 """
@@ -142,7 +168,8 @@ OPERATION: Final = "SELECT " + OPERATION_FACTS + " FROM {s}.operation o WHERE o.
 
 # 3: the intent exists only if the lease is live and the job neither cancelled nor too old, all judged on the locked
 # row, on the database's clock. Durable, unless the effect has no outside effect.
-_INTENT: Final = """
+_INTENT: Final = (
+    """
 WITH j AS MATERIALIZED (
     SELECT j.id, j.fence{sync} FROM {s}.job j
      WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
@@ -150,14 +177,21 @@ WITH j AS MATERIALIZED (
        AND coalesce(LEAST(j.expires_at, j.gives_up_at) > clock_timestamp(), true)
        FOR NO KEY UPDATE
 ), i AS (
-    INSERT INTO {s}.operation AS o """ + _INTENT_COLUMNS + """
-    SELECT """ + _INTENT_VALUES + """ FROM j
-    """ + _INTENT_AGAIN + """
+    INSERT INTO {s}.operation AS o """
+    + _INTENT_COLUMNS
+    + """
+    SELECT """
+    + _INTENT_VALUES
+    + """ FROM j
+    """
+    + _INTENT_AGAIN
+    + """
     RETURNING o.nonce, o.attempt, o.intent_at, o.deadline_at
 )
 SELECT h.held, i.nonce, i.attempt, i.intent_at, i.deadline_at
   FROM (SELECT EXISTS (SELECT FROM j) AS held) h LEFT JOIN i ON true
 """
+)
 INTENT: Final = _INTENT.replace("{sync}", "")
 INTENT_REPEATABLE: Final = _INTENT.replace("{sync}", ", {async} AS a")
 
@@ -211,8 +245,11 @@ _LEAVE_SET: Final = """
            run_after = CASE WHEN %(wish)s IN ('again', 'queued')
                             THEN clock_timestamp() + %(delay)s::float8 * interval '1 second' ELSE j.run_after END,
            actor = %(actor)s"""
-LEAVE: Final = """
-UPDATE {s}.job j""" + _LEAVE_SET + """,
+LEAVE: Final = (
+    """
+UPDATE {s}.job j"""
+    + _LEAVE_SET
+    + """,
            outcome_ref = coalesce(%(ref)s, j.outcome_ref), result = %(result)s::json, error = %(error)s::json,
            attempts = j.attempts - %(refund)s, waiting_for = %(waiting_for)s,
            settle = coalesce(%(settle)s, j.settle),
@@ -226,6 +263,7 @@ UPDATE {s}.job j""" + _LEAVE_SET + """,
  WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
 RETURNING j.status, j.reason
 """
+)
 
 # The end of a whole-body job is the end of its one operation; a retry or an error only prepares what follows from it.
 BODY_PENDING: Final = """
@@ -273,25 +311,33 @@ UPDATE {s}.job SET settled_at = NULL, next_publish_at = clock_timestamp()
 """
 
 # 8: leases that ran out. SKIP LOCKED: several sweepers share the work; what holds the row's lock is alive.
-SWEEP_LEASES: Final = """
+SWEEP_LEASES: Final = (
+    """
 WITH due AS (
     SELECT j.id FROM {s}.job j WHERE j.status IN ('leased', 'running') AND j.lease_until < clock_timestamp()
      ORDER BY j.seq LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
 )
-UPDATE {s}.job j""" + _LEAVE_SET.replace(
-    "%(delay)s::float8", "LEAST(%(delay)s::float8 * 2 ^ LEAST(j.attempts - 1, 16), %(max_delay)s::float8)"
-) + """
+UPDATE {s}.job j"""
+    + _LEAVE_SET.replace(
+        "%(delay)s::float8", "LEAST(%(delay)s::float8 * 2 ^ LEAST(j.attempts - 1, 16), %(max_delay)s::float8)"
+    )
+    + """
   FROM due WHERE j.id = due.id AND j.status IN ('leased', 'running') AND j.lease_until < clock_timestamp()
 RETURNING j.id, j.task, j.status, j.reason, j.fence
 """
+)
 # *Death*: the parent saw its child go, or is about to end it. Fences first: nothing of that attempt matches any more.
-LOST: Final = """
-UPDATE {s}.job j""" + _LEAVE_SET.replace(
-    "%(delay)s::float8", "LEAST(%(delay)s::float8 * 2 ^ LEAST(j.attempts - 1, 16), %(max_delay)s::float8)"
-) + """
+LOST: Final = (
+    """
+UPDATE {s}.job j"""
+    + _LEAVE_SET.replace(
+        "%(delay)s::float8", "LEAST(%(delay)s::float8 * 2 ^ LEAST(j.attempts - 1, 16), %(max_delay)s::float8)"
+    )
+    + """
  WHERE j.id = %(id)s AND j.status IN ('leased', 'running') AND starts_with(j.lease_owner, %(owner)s)
 RETURNING j.id, j.task, j.status, j.reason, j.fence
 """
+)
 
 # Queued jobs past their expiry or their age.
 SWEEP_DYING: Final = """
@@ -331,7 +377,8 @@ RETURNING j.id, j.seq, j.task, j.status, j.envelope, j.generation, j.args_digest
 """
 
 # 14: whoever asks takes the question for a while; the time of asking is the database's, from before the lookup.
-RECONCILE_DUE: Final = """
+RECONCILE_DUE: Final = (
+    """
 WITH due AS (
     SELECT o.key FROM {s}.operation o WHERE o.status = 'unknown' AND o.next_reconcile_at <= clock_timestamp()
        AND (%(keys)s::text[] IS NULL OR o.key = ANY (%(keys)s))
@@ -342,12 +389,15 @@ UPDATE {s}.operation o
        next_reconcile_at = clock_timestamp() + LEAST(%(backoff)s::float8 * 2 ^ LEAST(o.reconcile_attempts, 16),
                                                      %(max_backoff)s::float8) * interval '1 second'
   FROM due, {s}.job j WHERE o.key = due.key AND j.id = o.job_id
-RETURNING """ + OPERATION_FACTS + """, o.args, o.has_lookup, o.if_unknown, o.keyed, o.idempotent_for, o.absent_from,
+RETURNING """
+    + OPERATION_FACTS
+    + """, o.args, o.has_lookup, o.if_unknown, o.keyed, o.idempotent_for, o.absent_from,
           o.reconcile_attempts, j.tenant, j.task, clock_timestamp() AS asked_at, {s}.sendable(o) AS sendable,
           coalesce(o.absent_from <= clock_timestamp(), false) AS past_deadline, {async} AS a
 """
+)
 
-# 14: a verdict belongs to one attempt, and absence counts only if asked late enough and the sender cannot send any more.
+# 14: a verdict belongs to one attempt, and absence counts only if asked late enough and the sender is gone.
 VERDICT: Final = """
 WITH j AS MATERIALIZED (SELECT j.id FROM {s}.job j WHERE j.id = %(job)s FOR NO KEY UPDATE),
 o AS (
@@ -393,6 +443,7 @@ UPDATE {s}.operation o
 RESUME: Final = """
 UPDATE {s}.job j SET status = 'queued', reason = %(reason)s, run_after = NULL, actor = %(actor)s
  WHERE j.id = %(id)s AND j.status = 'unknown' AND NOT j.held AND j.pending_status IS NULL AND j.open_ops = 0
+   AND (%(reason)s NOT LIKE 'policy:%%' OR j.attempts < j.max_attempts)
    AND j.cancel_requested_at IS NULL
    AND NOT EXISTS (SELECT FROM {s}.operation o WHERE o.job_id = j.id AND o.status = 'unknown' AND NOT {s}.sendable(o))
 RETURNING j.id, j.task, j.status
@@ -442,6 +493,15 @@ UPDATE {s}.maintenance SET last_started_at = clock_timestamp(), last_by = %(by)s
  WHERE name = %(name)s AND (%(idle_for)s::float8 IS NULL OR last_started_at IS NULL
        OR last_started_at < clock_timestamp() - %(idle_for)s::float8 * interval '1 second')
 RETURNING runs, {async} AS a
+"""
+# Several processes may stand in for beat: one of them gets each turn. Whoever stood in last goes on at the usual pace.
+STAND_IN: Final = """
+UPDATE {s}.maintenance m SET last_started_at = clock_timestamp(), last_by = %(by)s, runs = runs + 1
+  FROM unnest(%(names)s::text[], %(intervals)s::float8[]) AS d (name, every)
+ WHERE m.name = d.name
+   AND coalesce(m.last_started_at, '-infinity') < clock_timestamp() - interval '1 second' * d.every
+       * CASE WHEN m.last_by LIKE '%%/stand-in' OR m.last_by IS NULL THEN 1 ELSE %(missed)s::float8 END
+RETURNING m.name
 """
 MAINTENANCE_END: Final = """
 UPDATE {s}.maintenance SET last_finished_at = clock_timestamp() WHERE name = %(name)s RETURNING {async} AS a

@@ -198,11 +198,7 @@ class LocalServer(ABC):
         while not self._answers():
             status = self._process.poll()
             if status is not None or time.monotonic() > deadline:
-                why = (
-                    f"ended with status {status}"
-                    if status is not None
-                    else f"gave no answer in {timeout:g} s"
-                )
+                why = f"ended with status {status}" if status is not None else f"gave no answer in {timeout:g} s"
                 self.kill()
                 raise ServerFailed(f"{self.name} {why}. The end of its log:\n{self.log()[-3000:]}")
             time.sleep(0.02)

@@ -252,9 +252,7 @@ class EmbeddedPostgres(LocalServer):
         return _UNPRIVILEGED if _is_root() else None
 
     def _environment(self) -> dict[str, str]:
-        kept = {
-            k: v for k, v in os.environ.items() if k in {"PATH", "TMPDIR", "SYSTEMROOT", "DYLD_LIBRARY_PATH"}
-        }
+        kept = {k: v for k, v in os.environ.items() if k in {"PATH", "TMPDIR", "SYSTEMROOT", "DYLD_LIBRARY_PATH"}}
         return {**kept, "HOME": str(self.folder), "LC_ALL": "C", "TZ": "UTC"}
 
     def _popen_options(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,9 +92,7 @@ def _parents() -> dict[int, tuple[int, str]]:
                     fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
                     table[int(entry)] = (int(fields[1]), fields[0])
         return table
-    listing = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
-    )
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True)
     for line in listing.stdout.splitlines():
         pid, parent, state = line.split()[:3]
         table[int(pid)] = (int(parent), state[0])
@@ -147,6 +146,8 @@ class CeleryProcess:
         self.log_path = Path(log_path)
         self._process: subprocess.Popen[bytes] | None = None
         self._token: int | None = None
+        self._scratch: Path | None = None
+        self._scratch_token = 0
         self._log_start = 0
 
     def start(self: _Process, ready: bool = True, timeout: float = 30.0) -> _Process:
@@ -166,7 +167,17 @@ class CeleryProcess:
         """
         if self.running:
             raise RuntimeError(f"{self.name} runs already")
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env, **self._clock()}
+        if self._scratch is None:
+            # A killed worker leaves its temporary files: they must not fill the machine's folder.
+            self._scratch = Path(tempfile.mkdtemp(prefix="safe-effects-"))
+            self._scratch_token = _guard.hold(None, 0, self._scratch)
+        env = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(self._scratch),
+            **self._env,
+            **self._clock(),
+        }
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
@@ -210,9 +221,7 @@ class CeleryProcess:
         deadline = time.monotonic() + timeout
         while self._ready_text not in self._fresh_log():
             if not self.running:
-                raise AssertionError(
-                    f"{self.name} ended with status {self.returncode}:\n{self.log()[-6000:]}"
-                )
+                raise AssertionError(f"{self.name} ended with status {self.returncode}:\n{self.log()[-6000:]}")
             if time.monotonic() > deadline:
                 raise AssertionError(f"{self.name} not ready in {timeout:g} s:\n{self.log()[-6000:]}")
             time.sleep(0.03)
@@ -362,6 +371,10 @@ class CeleryProcess:
         if self._token is not None:
             _guard.release(self._token)
             self._token = None
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            _guard.release(self._scratch_token)
+            self._scratch = None
 
     def __enter__(self: _Process) -> _Process:
         if not self.running:
@@ -425,9 +438,7 @@ class WorkerProcess(CeleryProcess):
             *([f"--queues={','.join(queues)}"] if queues else []),
             *extra,
         ]
-        super().__init__(
-            app, arguments, name=name, env=env, cwd=cwd, log_path=log_path, clock_offset=clock_offset
-        )
+        super().__init__(app, arguments, name=name, env=env, cwd=cwd, log_path=log_path, clock_offset=clock_offset)
 
 
 class BeatProcess(CeleryProcess):

@@ -32,9 +32,7 @@ def celery_setup_app(
     """The test application, on the brokers and backends of pytest-celery's setup."""
     from tests.support.tasks import create_app
 
-    app = create_app(
-        {**FAST, **celery_setup_config, "safe_effects_database_url": database_url, **safe_effects_conf}
-    )
+    app = create_app({**FAST, **celery_setup_config, "safe_effects_database_url": database_url, **safe_effects_conf})
     app.set_current()
     yield app
     app.close()

@@ -14,7 +14,6 @@ from celery_safe_effects.testing import BeatProcess, WorkerProcess, eventually, 
 from celery_safe_effects.testing.process import _parents
 from tests.support.brokers import Broker
 from tests.support.loud import skip_loudly
-
 from tests.support.processes import ROOT
 
 APP = "tests.support.plain_app:app"
@@ -29,9 +28,7 @@ def plain(redis_broker: Broker) -> Iterator[Celery]:
 
 @pytest.fixture
 def worker(redis_broker: Broker, tmp_path: Path) -> Iterator[WorkerProcess]:
-    made = WorkerProcess(
-        APP, name="w", env={"PLAIN_BROKER": redis_broker.url}, cwd=ROOT, log_path=tmp_path / "w.log"
-    )
+    made = WorkerProcess(APP, name="w", env={"PLAIN_BROKER": redis_broker.url}, cwd=ROOT, log_path=tmp_path / "w.log")
     with made.start():
         yield made
 
@@ -74,9 +71,7 @@ def test_killing_the_parent_alone(worker: WorkerProcess) -> None:
 
 
 @pytest.mark.parametrize("part", ["child", "parent", "both"])
-def test_a_paused_worker_does_nothing_until_it_goes_on(
-    plain: Celery, worker: WorkerProcess, part: str
-) -> None:
+def test_a_paused_worker_does_nothing_until_it_goes_on(plain: Celery, worker: WorkerProcess, part: str) -> None:
     plain.send_task("plain.pid").get(timeout=10)
     assert worker.pause(part)  # type: ignore[arg-type]
     result = plain.send_task("plain.pid")
@@ -93,9 +88,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 def test_beat_sends(plain: Celery, worker: WorkerProcess, redis_broker: Broker, tmp_path: Path) -> None:
-    with BeatProcess(
-        APP, env={"PLAIN_BROKER": redis_broker.url}, cwd=ROOT, log_path=tmp_path / "beat.log"
-    ) as beat:
+    with BeatProcess(APP, env={"PLAIN_BROKER": redis_broker.url}, cwd=ROOT, log_path=tmp_path / "beat.log") as beat:
         eventually(lambda: plain.backend.client.get("ticks"), 15)
         beat.terminate()
         assert beat.wait(10) == 0

@@ -26,9 +26,7 @@ def _signature(setup: CeleryTestSetup, task: Signature) -> Signature:
 
 def test_a_plain_task_goes_through(celery_setup: CeleryTestSetup) -> None:
     assert celery_setup.ready(ping=True, control=True)
-    assert (
-        tasks.add.s(1, 2).apply_async(queue=celery_setup.worker.worker_queue).get(timeout=RESULT_TIMEOUT) == 3
-    )
+    assert tasks.add.s(1, 2).apply_async(queue=celery_setup.worker.worker_queue).get(timeout=RESULT_TIMEOUT) == 3
 
 
 def test_a_worker_node_is_killed_and_restarted(celery_setup: CeleryTestSetup) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 
+from tests.support.fault_tasks import install_deaths
 from tests.support.names import CONF_VARIABLE
 from tests.support.tasks import create_app
 
 app = create_app(json.loads(os.environ[CONF_VARIABLE]))
+install_deaths()

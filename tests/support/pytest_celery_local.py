@@ -278,9 +278,7 @@ if not containers_usable():
         node.teardown()
 
     @pytest.fixture
-    def celery_redis_backend(
-        request: pytest.FixtureRequest, result_backend_url: str
-    ) -> Iterator[CeleryTestBackend]:
+    def celery_redis_backend(request: pytest.FixtureRequest, result_backend_url: str) -> Iterator[CeleryTestBackend]:
         """Redis as a backend node."""
         node = RedisTestBackend(LocalServerContainer(Broker("redis", result_backend_url, None)))
         yield node

@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from psycopg import sql as pg
 from psycopg.rows import dict_row
+from sqlalchemy.engine import make_url
 
 from celery_safe_effects.testing import EmbeddedPostgres
 from tests.support.loud import skip_loudly
@@ -29,23 +30,21 @@ class ExternalPostgres:
     """A server that runs already: databases are made and dropped there, the server itself is left alone."""
 
     def __init__(self, url: str) -> None:
-        self._base, _, self._maintenance = url.replace("+psycopg", "", 1).partition("?")[0].rpartition("/")
+        self._url = make_url(url.replace("postgres://", "postgresql://", 1)).set(drivername="postgresql+psycopg")
 
-    def url(self, database: str) -> str:
-        return f"{self.dsn(database).replace('://', '+psycopg://', 1)}"
+    def url(self, database: str | None) -> str:
+        return self._url.set(database=database).render_as_string(hide_password=False)
 
-    def dsn(self, database: str) -> str:
-        return f"{self._base}/{database}".replace("postgres://", "postgresql://", 1)
+    def dsn(self, database: str | None) -> str:
+        return self.url(database).replace("+psycopg", "", 1)
 
     def _execute(self, statement: pg.Composed) -> None:
-        with psycopg.connect(self.dsn(self._maintenance), autocommit=True) as connection:
+        with psycopg.connect(self.dsn(self._url.database), autocommit=True) as connection:
             connection.execute(statement)
 
     def create_database(self, name: str, template: str | None = None) -> str:
         self._execute(
-            pg.SQL("CREATE DATABASE {} TEMPLATE {}").format(
-                pg.Identifier(name), pg.Identifier(template or "template1")
-            )
+            pg.SQL("CREATE DATABASE {} TEMPLATE {}").format(pg.Identifier(name), pg.Identifier(template or "template1"))
         )
         return self.url(name)
 

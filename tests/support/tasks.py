@@ -141,10 +141,11 @@ def create_app(conf: Mapping[str, Any]) -> Celery:
     app = Celery("tests", set_as_current=False)
     app.conf.update(conf)
     app.safe_effects = SafeEffects(app)
+    # shared=False: else every app made later gets these tasks too.
     for one in (charge, charge_keyed, charge_both, charge_plain):
         _charging_task(app, one)
 
-    @app.task(base=SafeTask, bind=True, name="tests.agent", effects=[ask_model, refund, mail, deploy])
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.agent", effects=[ask_model, refund, mail, deploy])
     def agent(self: Any, order: str) -> Any:
         """Ask, then three tools; any of them may be the place of a crash."""
         plan = ask_model(f"what to do about {order}").result["answer"]
@@ -152,24 +153,24 @@ def create_app(conf: Mapping[str, Any]) -> Celery:
         mail(plan)
         return deploy(order).ref
 
-    @app.task(base=SafeTask, bind=True, name="tests.whole_body")
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.whole_body")
     def whole_body(self: Any, customer: str, cents: int) -> Any:
         """No declared effects: the body is the effect."""
         key = self.job.operation.key
         return provider().call("whole_body", key, {"customer": customer, "cents": cents})["ref"]
 
-    @app.task(base=SafeTask, bind=True, name="tests.pure", effects=[])
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.pure", effects=[])
     def pure(self: Any, value: Any = None) -> Any:
         """Declared free of effects."""
         return value
 
-    @app.task(base=SafeTask, bind=True, name="tests.sleep", effects=[])
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.sleep", effects=[])
     def sleep(self: Any, seconds: float) -> float:
         """Wait, giving way to other threads."""
         time.sleep(seconds)
         return seconds
 
-    @app.task(base=SafeTask, bind=True, name="tests.burn", effects=[])
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.burn", effects=[])
     def burn(self: Any, seconds: float) -> int:
         """Compute, giving way to other threads only where the interpreter makes it."""
         rounds, end = 0, time.monotonic() + seconds
@@ -177,7 +178,11 @@ def create_app(conf: Mapping[str, Any]) -> Celery:
             rounds += sum(range(1000)) > 0
         return rounds
 
-    @app.task(name="tests.plain")
+    from tests.support.fault_tasks import add_tasks
+
+    add_tasks(app)
+
+    @app.task(shared=False, name="tests.plain")
     def plain(value: Any = None) -> Any:
         """A task of Celery alone."""
         return value
@@ -186,7 +191,7 @@ def create_app(conf: Mapping[str, Any]) -> Celery:
 
 
 def _charging_task(app: Celery, one: Any) -> None:
-    @app.task(base=SafeTask, bind=True, name=f"tests.{one.name}", effects=[one])
+    @app.task(base=SafeTask, bind=True, shared=False, name=f"tests.{one.name}", effects=[one])
     def bill(self: Any, customer: str, cents: int) -> Any:
         """Charge once, and end with the provider's reference."""
         return one(customer, cents).ref

@@ -47,9 +47,7 @@ def test_a_known_key_gets_the_first_result(provider: Provider) -> None:
 def test_concurrent_calls_of_one_key_are_one(provider: Provider) -> None:
     provider.control(delay_before=0.3)
     refs: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: refs.append(provider.call("charge", "k1")["ref"])) for _ in range(5)
-    ]
+    threads = [threading.Thread(target=lambda: refs.append(provider.call("charge", "k1")["ref"])) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -48,6 +48,7 @@ CREATE TABLE {schema}.job (
     finished_at         timestamptz,
     settled_at          timestamptz,
     actor               text,
+    last_actor          text,
     CONSTRAINT job_live_has_lease CHECK (
         CASE WHEN status IN ('leased', 'running')
              THEN lease_until IS NOT NULL AND lease_owner IS NOT NULL AND lease_token IS NOT NULL
@@ -211,6 +212,7 @@ BEGIN
         RAISE EXCEPTION 'the keys of job % never change', OLD.id USING ERRCODE = 'SE001';
     END IF;
     NEW.actor := NULL;
+    NEW.last_actor := who;
     IF NEW.status = OLD.status THEN
         IF OLD.status = ANY (ended)
            AND (NEW.outcome_ref, NEW.result::text, NEW.error::text, NEW.finished_at, NEW.fence, NEW.attempts, NEW.reason)
@@ -251,8 +253,9 @@ BEGIN
             IF NEW.next_publish_at IS NOT DISTINCT FROM OLD.next_publish_at THEN
                 NEW.next_publish_at := greatest(clock_timestamp(), NEW.run_after);
             END IF;
-            -- A job that leaves unknown on recorded grounds has not failed an attempt: it may finish its replay.
-            IF OLD.status = 'unknown' THEN
+            -- A job that leaves unknown on recorded grounds has not failed an attempt: it may finish its replay. A
+            -- policy that sends again is not such a ground: its runs stay bounded.
+            IF OLD.status = 'unknown' AND coalesce(NEW.reason, '') NOT LIKE 'policy:%' THEN
                 NEW.max_attempts := OLD.max_attempts + 1;
             END IF;
         ELSE
@@ -306,7 +309,7 @@ CREATE FUNCTION {schema}.job_lease_over() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     UPDATE {schema}.operation
        SET status = CASE WHEN repeatable THEN 'not_happened' ELSE 'unknown' END,
-           reason = coalesce(NEW.reason, 'lease_over'), actor = 'lease_over',
+           reason = coalesce(NEW.reason, 'lease_over'), actor = NEW.last_actor,
            next_reconcile_at = clock_timestamp()
      WHERE job_id = NEW.id AND status = 'intent_recorded';
     RETURN NULL;

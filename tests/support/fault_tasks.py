@@ -1,0 +1,203 @@
+"""Effects and tasks that can be met in the very moment in which they are to be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+from celery.backends.redis import RedisBackend
+
+from celery_safe_effects import Happened, NotHappened, Operation, Outcome, SafeTask, effect
+from celery_safe_effects.effects import Effect
+from example_project.provider_client import Declined, Row
+from tests.support import tasks
+from tests.support.names import DEATH_VARIABLE
+
+# How long a look-up of `waits_charge` may take; the client itself would wait longer.
+LOOKUP_TIMEOUT = float(os.environ.get("SAFE_EFFECTS_TEST_LOOKUP_TIMEOUT", "10"))
+
+_COMMON: dict[str, Any] = {
+    "deadline": tasks.DEADLINE,
+    "lookup_timeout": LOOKUP_TIMEOUT,
+    "refused_on": (Declined,),
+    "not_happened_on": (ConnectionRefusedError,),
+}
+_DECLARED: dict[str, tuple[dict[str, Any], bool]] = {
+    "charge": ({}, True),
+    "charge_keyed": ({"idempotent_for": tasks.IDEMPOTENT_FOR}, False),
+    "charge_both": ({"idempotent_for": tasks.IDEMPOTENT_FOR}, True),
+    "charge_plain": ({}, False),
+}
+
+
+def _waiting(kind: str) -> Effect[Any, Any]:
+    """An effect that, when it is first called, waits between its intent and its call of the provider."""
+    options, has_lookup = _DECLARED[kind]
+
+    @effect(name=f"waits_{kind}", **_COMMON, **options)
+    def waits(op: Operation, customer: str, cents: int, seconds: float) -> Outcome[Row]:
+        if op.attempt == 1:
+            time.sleep(seconds)
+        return tasks._call(kind, op, {"customer": customer, "cents": cents})
+
+    if has_lookup:
+
+        @waits.lookup
+        def find(op: Operation) -> Happened | NotHappened:
+            row = tasks.provider().lookup(op.key, kind, timeout=60)
+            return Happened(row["ref"]) if row is not None else NotHappened(evidence="no such key")
+
+    return waits
+
+
+WAITING = {kind: _waiting(kind) for kind in _DECLARED}
+
+
+@effect(name="fatal", **_COMMON)
+def fatal(op: Operation) -> Outcome[Row]:
+    """Happens, and takes its process along."""
+    tasks._call("fatal", op, {})
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("not reached")
+
+
+@fatal.lookup
+def find_fatal(op: Operation) -> Happened | NotHappened:
+    return tasks._look_up("fatal", op)
+
+
+def entered(name: str) -> None:
+    """Let the provider count that a body was entered."""
+    tasks.provider().call(f"entered_{name}", None, {"pid": os.getpid()})
+
+
+# -- deaths between the end of a job and Celery's own bookkeeping ------------------------------------------------------
+
+
+def die_once(place: str, job_id: str) -> None:
+    """End the whole worker, if the environment asks for it at this place and it has not happened yet.
+
+    Args:
+        place: where we are.
+        job_id: the job that must carry the wanted id.
+    """
+    wanted = os.environ.get(DEATH_VARIABLE)
+    if not wanted:
+        return
+    where, victim, marker = wanted.split("|")
+    if where != place or victim != job_id:
+        return
+    try:
+        Path(marker).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+    time.sleep(60)
+
+
+class MortalTask(SafeTask):
+    """Dies, on demand, after its end is recorded and before Celery knows of it."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, then perhaps die."""
+        job_id = self.request.id
+        value = super().__call__(*args, **kwargs)
+        die_once("before_dispatch", job_id)
+        return value
+
+    def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
+        """Celery has stored the result and counted the chord's part, and will send `task_success`."""
+        die_once("before_settling", task_id)
+
+
+def install_deaths() -> None:
+    """In a worker: patch the steps of Celery's bookkeeping at which it may have to die."""
+    if not os.environ.get(DEATH_VARIABLE):
+        return
+
+    def before(name: str, place: str, victim: Callable[[Any], str]) -> None:
+        original: Callable[..., Any] = getattr(RedisBackend, name)
+
+        def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            die_once(place, victim(args[0]))
+            return original(self, *args, **kwargs)
+
+        setattr(RedisBackend, name, patched)
+
+    # Continuations are sent by then; the result is not stored.
+    before("mark_as_done", "before_store", str)
+    # The result is stored; the chord does not count it yet.
+    before("on_chord_part_return", "before_chord", lambda request: str(request.id))
+
+
+def add_tasks(app: Celery) -> None:
+    """Add the tasks, named `tests.<name>`.
+
+    Args:
+        app: the application of the tests.
+    """
+    for kind, one in WAITING.items():
+        _waiting_task(app, kind, one)
+
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.sleep_then_charge", effects=[tasks.charge])
+    def sleep_then_charge(self: Any, seconds: float, customer: str, cents: int) -> Any:
+        """Sleep in the first attempt, outside of any effect; then charge."""
+        entered("sleep_then_charge")
+        if self.job.attempt == 1:
+            time.sleep(seconds)
+        return tasks.charge(customer, cents).ref
+
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.charge_then_mail", effects=[tasks.charge, tasks.mail])
+    def charge_then_mail(self: Any, customer: str, cents: int) -> Any:
+        """An effect, a checkpoint, another effect."""
+        ref = tasks.charge(customer, cents).ref
+        self.job.checkpoint()
+        return tasks.mail(f"charged {ref}").ref
+
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.kills_itself", effects=[])
+    def kills_itself(self: Any) -> None:
+        """Dies in every attempt, with nothing open."""
+        entered("kills_itself")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.kills_itself_in_effect", effects=[fatal])
+    def kills_itself_in_effect(self: Any) -> Any:
+        """Dies in its effect, which happened."""
+        entered("kills_itself_in_effect")
+        return fatal().ref
+
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.kills_itself_undeclared")
+    def kills_itself_undeclared(self: Any) -> None:
+        """Dies in a body that is itself the effect, and that nobody can look up."""
+        entered("kills_itself_undeclared")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @app.task(base=MortalTask, bind=True, shared=False, name="tests.mortal", effects=[tasks.refund])
+    def mortal(self: Any, order: str) -> Any:
+        """One effect; its worker may die when it is over."""
+        refund = tasks.refund(order)
+        return refund.ref
+
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.follow", effects=[tasks.deploy])
+    def follow(self: Any, before: Any = None) -> Any:
+        """A continuation with an effect."""
+        return tasks.deploy(repr(before)).ref
+
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.errback", effects=[tasks.mail])
+    def errback(self: Any, failed_id: str) -> Any:
+        """An errback with an effect."""
+        return tasks.mail(f"{failed_id} failed").ref
+
+
+def _waiting_task(app: Celery, kind: str, one: Effect[Any, Any]) -> None:
+    @app.task(base=SafeTask, bind=True, shared=False, name=f"tests.waits_{kind}", effects=[one])
+    def bill(self: Any, customer: str, cents: int, seconds: float) -> Any:
+        """Charge once, after a pause inside the effect."""
+        return one(customer, cents, seconds).ref
