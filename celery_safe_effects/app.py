@@ -18,6 +18,7 @@ from .engine.reconcile import Reconciled, Reconciler
 from .engine.sweep import Sweeper, Swept
 from .errors import ConfigurationError, NotAllowed, NotFound, SafeEffectsError
 from .glue import periodic, worker
+from .glue.announce import Announcer
 from .glue.publish import Publisher
 from .glue.task import SafeTask
 from .glue.teller import Teller
@@ -68,6 +69,7 @@ class SafeEffects:
         self.publisher = Publisher(self)
         self.publisher.install()
         self.teller = Teller(self)
+        self.announce = Announcer(self).announce
         self.hooks = Hooks(double_effect=self._on_double_effect)
         periodic.install(self, app)
         app.steps["worker"].add(worker.make_step(self))
@@ -143,6 +145,7 @@ class SafeEffects:
             self.config,
             deliver=self.publisher.deliver,
             on_parked=self._on_parked,
+            on_moved=self.announce,
             settle_tries=self.SETTLE_TRIES,
         )
 
@@ -154,6 +157,7 @@ class SafeEffects:
             interval=self.config.reconcile_interval,
             find_effect=self.find_effect,
             deliver_now=self.publisher.deliver_now,
+            on_moved=self.announce,
         )
 
     @property
@@ -238,6 +242,15 @@ class SafeEffects:
     def reconcile(self, keys: list[str] | None = None) -> Reconciled:
         """Reconcile now, in this process: due operations, or those of ``keys``."""
         return self.reconciler.run("operator:reconcile", keys)
+
+    def overview(self) -> dict[str, Any]:
+        """Counts by status, the oldest waiting jobs, maintenance and double effects, as one look at the database.
+
+        Returns:
+            the columns of the statement ``VIEW_OVERVIEW``; times are the database's, ``at`` is its present.
+        """
+        found: dict[str, Any] = self.store.rows("VIEW_OVERVIEW")[0]._asdict()
+        return found
 
     def job(self, job_id: str) -> JobRow:
         """One job.
@@ -331,6 +344,7 @@ class SafeEffects:
         if not rows:
             now = self.operation(key)
             raise NotAllowed(f"operation {key!r} is {now.status}, not unknown; nothing was changed")
+        self.announce(f"operator:{actor}", row.job_id)
         self.publisher.deliver_now(row.job_id)
         return self.operation(key)
 
@@ -346,6 +360,7 @@ class SafeEffects:
         """
         if not self.store.rows("CANCEL", id=job_id, reason=reason, actor="operator:cancel"):
             raise NotAllowed(f"job {job_id} is {self.job(job_id).status} already; nothing was changed")
+        self.announce("operator:cancel", job_id)
         self.publisher.deliver_now(job_id)
         return self.job(job_id)
 
@@ -362,6 +377,7 @@ class SafeEffects:
                 f"job {job_id} is {job.status} ({job.reason}); only failed and cancelled jobs, and parked ones without "
                 "an unresolved operation, are retried; nothing was changed"
             )
+        self.announce("operator:retry", job_id)
         self.publisher.deliver_now(job_id)
         return self.job(job_id)
 

@@ -22,9 +22,7 @@ from celery_safe_effects import SafeEffects
 BROKER_URL = os.environ.get("EXAMPLE_BROKER_URL", "redis://localhost:6379/0")
 
 app = Celery("example", broker=BROKER_URL, backend=BROKER_URL, include=["example_project.tasks"])
-app.conf.safe_effects_database_url = os.environ.get(
-    "EXAMPLE_DATABASE_URL", "postgresql+psycopg://localhost/example"
-)
+app.conf.safe_effects_database_url = os.environ.get("EXAMPLE_DATABASE_URL", "postgresql+psycopg://localhost/example")
 app.conf.broker_connection_retry_on_startup = True
 app.conf.update(json.loads(os.environ.get("EXAMPLE_SETTINGS", "{}")))
 

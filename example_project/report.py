@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, TextIO
 
 from celery_safe_effects.values import TransitionRow
@@ -97,7 +97,7 @@ def problem(ledger: Sequence[Row], finished: bool) -> str | None:
         What is wrong, or None.
     """
     number = counts(ledger)
-    wrong = [f"{kind} done {n} times" for kind, n in number.items() if n > 1]
+    wrong = [f"{kind} happened {n} times" for kind, n in number.items() if n > 1]
     wrong += [f"{kind} lost" for kind, n in number.items() if n == 0]
     if not finished and not wrong:
         wrong.append("the task never came to its end")
@@ -133,36 +133,52 @@ def _cells(rows: Sequence[Row], job_id: str) -> list[tuple[str, bool]]:
         again = row["kind"] in seen
         seen.add(row["kind"])
         key = str(row["key"]).replace(job_id, "<job id>")
-        key = key if key.startswith("<") else f"{key[:8]}…"
+        key = key if key.startswith("<") else f"{key[:8]}..."
         cells.append((f"{row['id']}. {row['kind']:<10} key {key}{'  AGAIN' if again else ''}", again))
     return cells
 
 
-def transition(row: TransitionRow, effects: dict[str, str]) -> str:
-    """Say a transition in one line.
+def transition(row: TransitionRow, effects: Mapping[str, str]) -> str:
+    """Say one row of the log.
 
     Args:
-        row: the log's row.
+        row: the row.
         effects: short names of the operations' effects, by key.
 
     Returns:
         The line.
     """
-    what = "job" if row.operation_key is None else effects.get(row.operation_key, row.operation_key)
     move = f"{row.from_status or '(new)'} -> {row.to_status}"
-    who = row.actor.split("/")[0] if "@" in row.actor else row.actor
-    if "stand-in" in row.actor:
-        who += " (stand-in)"
-    return f"{what:<16} {move:<38} fence {row.fence}  {who:<12} {row.reason or ''}".rstrip()
+    return f"{_subject(row, effects):<16} {move:<38} fence {row.fence}  {_who(row):<9} {_why(row)}".rstrip()
 
 
-def default_stream(json_wanted: bool) -> TextIO:
-    """Where people read: standard error if standard output carries JSON.
+def moves(rows: Sequence[TransitionRow], effects: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Say rows of the log in few lines: those of one subject that follow each other share one.
 
     Args:
-        json_wanted: whether it does.
+        rows: the rows, oldest first.
+        effects: as for `transition`.
 
-    Returns:
-        The stream.
+    Yields:
+        The lines, each with the last status in it.
     """
-    return sys.stderr if json_wanted else sys.stdout
+    for subject, group in groupby(rows, lambda row: _subject(row, effects)):
+        found = list(group)
+        states = " -> ".join(row.to_status for row in found)
+        if found[0].from_status is not None:
+            states = f"{found[0].from_status} -> {states}"
+        notes = ", ".join(filter(None, (_why(found[-1]), f"by {_who(found[-1])}")))
+        yield f"{subject:<16} {states} ({notes})", found[-1].to_status
+
+
+def _subject(row: TransitionRow, effects: Mapping[str, str]) -> str:
+    return "job" if row.operation_key is None else effects.get(row.operation_key, row.operation_key)
+
+
+def _who(row: TransitionRow) -> str:
+    node, _, rest = row.actor.partition("/")
+    return f"{node.partition('@')[0]}{', standing in' if rest == 'stand-in' else ''}"
+
+
+def _why(row: TransitionRow) -> str:
+    return (row.reason or "").replace(row.job_id, "<job id>")

@@ -29,6 +29,7 @@ class Services:
         redis_url: an empty Redis database.
         plain, safe: two providers of one kind, each in a process of its own with a ledger of its own.
         logs: the folder for the workers' logs.
+        kept: the folder that is left behind, if any.
         described: what was started, for people.
     """
 
@@ -37,6 +38,7 @@ class Services:
     plain: ProviderProcess
     safe: ProviderProcess
     logs: Path
+    kept: Path | None
     described: str
 
 
@@ -58,7 +60,7 @@ def running(keep: bool) -> Iterator[Services]:
         redis_url, redis = _redis(stack, base)
         # Without a folder that is kept, the logs go away with the provider's, however we end.
         logs = base / "logs" if base else plain.folder / "logs"
-        yield Services(database_url, redis_url, plain, safe, logs, f"{database}, {redis}")
+        yield Services(database_url, redis_url, plain, safe, logs, base, f"{database}, {redis}")
 
 
 def _kept_folder() -> Path:
@@ -103,6 +105,3 @@ def _empty(url: str) -> None:
 
     with redis.Redis.from_url(url) as client:
         client.flushdb()
-
-
-

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.register_assert_rewrite("tests.support.checks")
+
 pytest_plugins = [
     "tests.support.loud",
     "tests.support.services",

@@ -48,6 +48,7 @@ class Reconciler:
         interval: seconds; the first back-off.
         find_effect: the registered effect for a recorded name (of an effect, or of a whole-body task).
         deliver_now: publishes the jobs that moved on.
+        on_moved: told of who moved which jobs.
         parallel: lookups at once.
     """
 
@@ -60,12 +61,14 @@ class Reconciler:
         interval: float,
         find_effect: Callable[[str, str], Effect[Any, Any] | None],
         deliver_now: Callable[..., int],
+        on_moved: Callable[..., None],
         parallel: int = 8,
     ) -> None:
         self.store = store
         self.interval = interval
         self.find_effect = find_effect
         self.deliver_now = deliver_now
+        self.on_moved = on_moved
         self.parallel = parallel
 
     def run(self, by: str, keys: list[str] | None = None) -> Reconciled:
@@ -181,12 +184,14 @@ class Reconciler:
         )
         if not rows:
             return "superseded"
+        self.on_moved(by, row.job_id)
         self.deliver_now(row.job_id)
         return status
 
     def _resume(self, row: Row, by: str, reason: str) -> bool:
         resumed = self.store.insist("RESUME", id=row.job_id, reason=f"{reason}:{row.key}", actor=by)
         if resumed:
+            self.on_moved(by, row.job_id)
             self.deliver_now(row.job_id)
         return bool(resumed)
 

@@ -41,6 +41,7 @@ class Sweeper:
         store, config: the database and the settings.
         deliver: publishes the rows of the statement ``DUE`` and returns how many went out.
         on_parked: told of each job that the sweep parked.
+        on_moved: told of who moved which jobs.
         settle_tries: deliveries of an end that Celery was not told, before giving up.
     """
 
@@ -53,12 +54,14 @@ class Sweeper:
         *,
         deliver: Callable[[list[Row]], int],
         on_parked: Callable[[Row], None],
+        on_moved: Callable[..., None],
         settle_tries: int,
     ) -> None:
         self.store = store
         self.config = config
         self.deliver = deliver
         self.on_parked = on_parked
+        self.on_moved = on_moved
         self.settle_tries = settle_tries
 
     def run(self, by: str) -> Swept:
@@ -85,11 +88,11 @@ class Sweeper:
             max_delay=MAX_BACKOFF,
             actor=by,
         ):
-            self._left(swept, rows)
+            self._left(swept, rows, by)
             if len(rows) < self.BATCH:
                 break
         while rows := self.dying(None, by):
-            self._left(swept, rows)
+            self._left(swept, rows, by)
             if len(rows) < self.BATCH:
                 break
         swept.gone = self.observe_gone()
@@ -97,7 +100,8 @@ class Sweeper:
         self.store.row("MAINTENANCE_END", name="sweep")
         return swept
 
-    def _left(self, swept: Swept, rows: list[Row]) -> None:
+    def _left(self, swept: Swept, rows: list[Row], by: str) -> None:
+        self.on_moved(by, *(row.id for row in rows))
         for row in rows:
             swept.jobs.append(row.id)
             if row.status == "unknown":

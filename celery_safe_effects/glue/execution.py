@@ -135,6 +135,7 @@ class Execution:
         finally:
             current.end(scope)
             self.safe.keeper.drop(held)
+            self.safe.announce(self.owner, self.id)
 
     # -- claim ---------------------------------------------------------------------------------------------------------
 

@@ -290,6 +290,7 @@ class Publisher:
         }
         row = self._insert(params)
         if row is not None:
+            self.safe.announce(actor, envelope.id)
             return row.seq, row.publish
         raise self._existing(params)
 

@@ -145,6 +145,7 @@ class SafeRequest(Request):
         except Exception:
             logger.warning("job %s is left to its lease's end", self.id, exc_info=True)
             rows = []
+        safe.announce(safe.owner(self.hostname), self.id)
         for row in rows:
             if row.status == JobStatus.UNKNOWN:
                 safe.teller.unknown(self.task, self.id, self._context, reason)

@@ -90,7 +90,7 @@ SELECT """
 
 _INTENT_COLUMNS: Final = """(key, job_id, step, ordinal, effect, status, keyed, repeatable, whole_body, fence, nonce,
         process, args, args_digest, deadline, lag, deadline_at, absent_from, idempotent_for, has_lookup, if_unknown,
-        detached, deadline_is_proof, actor)"""
+        detached, deadline_is_proof, recorded_by)"""
 _INTENT_VALUES: Final = """%(key)s, j.id, %(step)s, %(ordinal)s, %(effect)s, 'intent_recorded', %(keyed)s,
         %(repeatable)s, %(whole_body)s, j.fence, %(nonce)s::uuid, %(process)s, %(args)s::json, %(args_digest)s,
         %(deadline)s::float8 * interval '1 second', %(lag)s::float8 * interval '1 second',
@@ -238,7 +238,9 @@ RETURNING o.double_at IS NOT NULL AS doubled
 # out of a run goes through here. Durable: it stands before Celery is told.
 _LEAVE_SET: Final = """
        SET status = {s}.leaves_to(j, %(wish)s), held = %(wish)s = 'held',
-           pending_status = {s}.pending_end(j, %(wish)s), pending_reason = %(reason)s,
+           pending_status = {s}.pending_end(j, %(wish)s),
+           pending_reason = CASE WHEN j.cancel_requested_at IS NOT NULL THEN coalesce(j.cancel_reason, %(reason)s)
+                                 ELSE %(reason)s END,
            reason = CASE WHEN %(wish)s = 'again' AND {s}.leaves_to(j, 'again') = 'failed' THEN 'max_attempts'
                          WHEN {s}.leaves_to(j, %(wish)s) = 'cancelled' THEN coalesce(j.cancel_reason, %(reason)s)
                          ELSE %(reason)s END,
@@ -380,8 +382,9 @@ RETURNING j.id, j.seq, j.task, j.status, j.envelope, j.generation, j.args_digest
 RECONCILE_DUE: Final = (
     """
 WITH due AS (
-    SELECT o.key FROM {s}.operation o WHERE o.status = 'unknown' AND o.next_reconcile_at <= clock_timestamp()
-       AND (%(keys)s::text[] IS NULL OR o.key = ANY (%(keys)s))
+    SELECT o.key FROM {s}.operation o WHERE o.status = 'unknown'
+       AND CASE WHEN %(keys)s::text[] IS NULL THEN o.next_reconcile_at <= clock_timestamp()
+                ELSE o.key = ANY (%(keys)s) END
      ORDER BY o.next_reconcile_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE {s}.operation o
@@ -518,6 +521,13 @@ ON CONFLICT (name) DO NOTHING RETURNING name
 """
 KNOWN_TASK: Final = "SELECT EXISTS (SELECT FROM {s}.known_task WHERE name = %(name)s)"
 
+# What one actor wrote into the log of some jobs.
+WRITTEN_BY: Final = """
+SELECT t.id, t.at, t.job_id, t.operation_key, t.from_status, t.to_status, t.fence, t.actor, t.reason, j.task
+  FROM {s}.transition t JOIN {s}.job j ON j.id = t.job_id
+ WHERE t.job_id = ANY (%(ids)s) AND t.id > %(after)s AND t.actor = %(actor)s ORDER BY t.id
+"""
+
 # The views are the stable contract; operators and the command line read nothing else.
 VIEW_JOBS: Final = """
 SELECT id, task, status, reason, tenant, pool, queue, idempotency_key, parent_id, attempts, fence, lease_owner,
@@ -539,4 +549,28 @@ SELECT key, job_id, step, effect, status, attempt, fence, args, provider_ref, re
 VIEW_TRANSITIONS: Final = """
 SELECT id, at, job_id, operation_key, from_status, to_status, fence, actor, reason FROM {s}.transitions
  WHERE job_id = %(id)s AND id > %(after)s ORDER BY id
+"""
+# One look at everything, for `status`. A job that waits for its ETA is not late.
+VIEW_OVERVIEW: Final = """
+SELECT clock_timestamp() AS at, (SELECT max(version) FROM {s}.schema_version) AS schema_version,
+       (SELECT coalesce(json_object_agg(c.status, c.n), '{}'::json)
+          FROM (SELECT status, count(*) AS n FROM {s}.jobs GROUP BY status) c) AS jobs,
+       (SELECT coalesce(json_object_agg(c.status, c.n), '{}'::json)
+          FROM (SELECT status, count(*) AS n FROM {s}.operations GROUP BY status) c) AS operations,
+       (SELECT min(greatest(created_at, eta)) FROM {s}.jobs
+         WHERE status = 'queued' AND coalesce(eta <= clock_timestamp(), true)) AS oldest_queued_at,
+       (SELECT min(t.at) FROM {s}.jobs j CROSS JOIN LATERAL (
+            SELECT t.at FROM {s}.transitions t
+             WHERE t.job_id = j.id AND t.operation_key IS NULL AND t.to_status = 'unknown' ORDER BY t.id DESC LIMIT 1) t
+         WHERE j.status = 'unknown') AS oldest_unknown_at,
+       sweep.last_started_at AS sweep_started_at, sweep.last_finished_at AS sweep_finished_at,
+       sweep.last_by AS sweep_by, sweep.runs AS sweep_runs,
+       reconcile.last_started_at AS reconcile_started_at, reconcile.last_finished_at AS reconcile_finished_at,
+       reconcile.last_by AS reconcile_by, reconcile.runs AS reconcile_runs,
+       (SELECT count(*) FROM {s}.operation WHERE double_at IS NOT NULL) AS double_effects,
+       ARRAY(SELECT key FROM {s}.operation WHERE double_at IS NOT NULL ORDER BY double_at DESC LIMIT 10)
+           AS double_effect_keys
+  FROM (SELECT) one
+  LEFT JOIN {s}.maintenance sweep ON sweep.name = 'sweep'
+  LEFT JOIN {s}.maintenance reconcile ON reconcile.name = 'reconcile'
 """

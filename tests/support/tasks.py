@@ -178,9 +178,11 @@ def create_app(conf: Mapping[str, Any]) -> Celery:
             rounds += sum(range(1000)) > 0
         return rounds
 
+    from tests.support import faults2
     from tests.support.fault_tasks import add_tasks
 
     add_tasks(app)
+    faults2.add_tasks(app)
 
     @app.task(shared=False, name="tests.plain")
     def plain(value: Any = None) -> Any:

@@ -110,6 +110,7 @@ CREATE TABLE {schema}.operation (
     double_at           timestamptz,
     reconcile_attempts  integer NOT NULL DEFAULT 0,
     next_reconcile_at   timestamptz,
+    recorded_by         text,
     actor               text,
     reason              text,
     CONSTRAINT operation_confirmed_has_ref CHECK (status <> 'outcome_confirmed' OR provider_ref IS NOT NULL),
@@ -402,7 +403,7 @@ BEGIN
             RAISE EXCEPTION 'operation % cannot begin as %', NEW.key, NEW.status USING ERRCODE = 'SE001';
         END IF;
         INSERT INTO {schema}.transition (job_id, operation_key, from_status, to_status, fence, actor, reason)
-        VALUES (NEW.job_id, NEW.key, NULL, NEW.status, NEW.fence, coalesce(NEW.actor, session_user), NEW.reason);
+        VALUES (NEW.job_id, NEW.key, NULL, NEW.status, NEW.fence, coalesce(NEW.recorded_by, session_user), NULL);
     END IF;
     IF NEW.keyed AND was IN ('intent_recorded', 'unknown') AND NEW.status NOT IN ('intent_recorded', 'unknown') THEN
         UPDATE {schema}.job SET next_publish_at = clock_timestamp()
@@ -415,6 +416,9 @@ BEGIN
     SELECT * INTO j FROM {schema}.job WHERE id = NEW.job_id FOR NO KEY UPDATE;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'operation % has no job', NEW.key USING ERRCODE = 'SE001';
+    END IF;
+    IF opened > 0 AND j.status <> 'running' THEN
+        RAISE EXCEPTION 'job % is %: an intent needs a job that runs', j.id, j.status USING ERRCODE = 'SE001';
     END IF;
     IF NEW.repeatable THEN
         UPDATE {schema}.job SET asking_ops = j.asking_ops + opened WHERE id = j.id;
@@ -455,6 +459,29 @@ CREATE TRIGGER operation_after_insert AFTER INSERT ON {schema}.operation FOR EAC
 CREATE TRIGGER operation_after_update AFTER UPDATE ON {schema}.operation FOR EACH ROW
     WHEN (OLD.status IS DISTINCT FROM NEW.status)
     EXECUTE FUNCTION {schema}.operation_after();
+
+-- The counters are the triggers' own: a hand that wrote them could end a job with an open question.
+CREATE FUNCTION {schema}.job_counters_are_derived() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE EXCEPTION 'the counters of job % follow its operations and are not written by hand', OLD.id
+        USING ERRCODE = 'SE001';
+END $$;
+
+CREATE TRIGGER job_counters_are_derived BEFORE UPDATE ON {schema}.job FOR EACH ROW
+    WHEN (pg_trigger_depth() = 0 AND (OLD.open_ops, OLD.unknown_ops, OLD.asking_ops)
+                                     IS DISTINCT FROM (NEW.open_ops, NEW.unknown_ops, NEW.asking_ops))
+    EXECUTE FUNCTION {schema}.job_counters_are_derived();
+
+CREATE FUNCTION {schema}.operation_before_delete() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF EXISTS (SELECT FROM {schema}.job WHERE id = OLD.job_id AND status NOT IN ('succeeded', 'failed', 'cancelled')) THEN
+        RAISE EXCEPTION 'operation % belongs to a job that has not ended', OLD.key USING ERRCODE = 'SE001';
+    END IF;
+    RETURN OLD;
+END $$;
+
+CREATE TRIGGER operation_before_delete BEFORE DELETE ON {schema}.operation FOR EACH ROW
+    EXECUTE FUNCTION {schema}.operation_before_delete();
 
 CREATE FUNCTION {schema}.transition_is_append_only() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN

@@ -1,0 +1,243 @@
+"""Commands that change something: upgrade, resolve, retry, cancel, republish, sweep, reconcile."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..states import JobStatus, OperationStatus
+from . import output
+from .command import Answer, Console, command, text
+from .looking import ENDED, waits_for
+
+if TYPE_CHECKING:
+    from ..app import SafeEffects
+    from ..values import Happened, JobRow, NotHappened, Refused
+
+
+@command(schema=False)
+def upgrade(console: Console, safe: SafeEffects) -> Answer:
+    """Make the schema, or bring it up to date. Several at once, and one too many, are harmless."""
+    from ..store import migrate
+
+    with safe.store.connections.connection():
+        pass  # a wrong or unreachable address is told here, within the time limit of a connection
+    applied = safe.upgrade()
+    name, version = safe.config.schema, migrate.latest()
+    names = {m.version: m.name for m in migrate.migrations()}
+    document = {
+        "schema": name,
+        "version": version,
+        "applied": [{"version": number, "name": names[number]} for number in applied],
+    }
+    lines = [f"applied migration {number:04d}_{names[number]}" for number in applied]
+    end = f"schema {name!r} is at version {version}"
+    return Answer(document, [*lines, end if applied else f"{end} already; nothing to do"])
+
+
+# -- resolve -------------------------------------------------------------------------------------------------------
+
+
+class _Given:
+    """A value that was given, even ``null``."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON value")
+
+
+def json_value(value: Any) -> _Given:
+    """The type of an option that takes a JSON value.
+
+    Raises:
+        click.BadParameter: for what is not JSON.
+    """
+    if isinstance(value, _Given):
+        return value
+    try:
+        return _Given(json.loads(value, parse_constant=_refuse))
+    except (ValueError, RecursionError) as exc:
+        raise click.BadParameter(f"it is not JSON: {exc}") from None
+
+
+def os_user() -> str:
+    """The name of the user that runs this process, or the number where it has no name."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        return f"uid {os.getuid()}" if hasattr(os, "getuid") else "unknown"
+
+
+@command()
+@click.argument("key", type=text)
+@click.option("--happened", is_flag=True, help="The provider did it; needs --ref.")
+@click.option("--ref", type=text, help="With --happened: the provider's reference.")
+@click.option("--result", type=json_value, help="With --happened: what the effect would have returned, as JSON.")
+@click.option(
+    "--not-happened", is_flag=True, help="The provider did not do it, and will not any more: it may be sent again."
+)
+@click.option("--refused", type=text, help="The provider said no, in these words.")
+@click.option("--reason", type=text, required=True, help="How you know; it is recorded.")
+@click.option(
+    "--actor", type=text, default=os_user, show_default="the user of this system", help="Who says so; it is recorded."
+)
+def resolve(
+    console: Console,
+    safe: SafeEffects,
+    key: str,
+    happened: bool,
+    ref: str | None,
+    result: _Given | None,
+    not_happened: bool,
+    refused: str | None,
+    reason: str,
+    actor: str,
+) -> Answer:
+    """Say what became of the operation KEY, whose outcome is unknown. The job goes on from there."""
+    verdict = _verdict(happened, ref, result, not_happened, refused)
+    operation = safe.operation(key)
+    said = _in_words(verdict)
+    console.say(
+        *output.facts(
+            [
+                ("operation", f"{key} ({operation.effect}, step {operation.step} of job {operation.job_id})"),
+                ("now", f"{operation.status}, attempt {operation.attempt} at {output.moment(operation.intent_at)}"),
+                ("verdict", said),
+                ("actor", actor),
+                ("reason", reason),
+            ]
+        )
+    )
+    resolved = safe.resolve(key, verdict, actor, reason)
+    job = safe.job(resolved.job_id)
+    lines = [f"done: the operation is {resolved.status}, the job is {_state(job)}"]
+    rest = waits_for(job, safe.operations(job_id=job.id))
+    lines += output.facts([("it waits for", text) for text in rest])
+    document = {"verdict": said, "actor": actor, "reason": reason, "operation": resolved, "job": job}
+    return Answer(document, lines)
+
+
+def _verdict(
+    happened: bool, ref: str | None, result: _Given | None, not_happened: bool, refused: str | None
+) -> Happened | NotHappened | Refused:
+    from .. import values
+
+    if happened + not_happened + (refused is not None) != 1:
+        raise click.UsageError("say what became of it: one of --happened --ref REF, --not-happened, --refused TEXT")
+    if happened:
+        if ref is None:
+            raise click.UsageError("--happened needs --ref, the provider's reference")
+        return values.Happened(ref, None if result is None else result.value)
+    if ref is not None or result is not None:
+        raise click.UsageError("--ref and --result go with --happened")
+    return values.NotHappened() if refused is None else values.Refused(refused)
+
+
+def _in_words(verdict: Happened | NotHappened | Refused) -> str:
+    from .. import values
+
+    if isinstance(verdict, values.Happened):
+        return f"it happened: ref {verdict.ref}, result {output.compact(verdict.result) or 'none'}"
+    if isinstance(verdict, values.Refused):
+        return f"it was refused: {verdict.error}"
+    return "it did not happen"
+
+
+# -- retry, cancel -------------------------------------------------------------------------------------------------
+
+
+@command()
+@click.argument("job", type=text)
+@click.option("--reason", type=text, required=True, help="Why; it is recorded.")
+def retry(console: Console, safe: SafeEffects, job: str, reason: str) -> Answer:
+    """Run a failed or cancelled JOB again, or a parked one without an open question.
+
+    Attempts start anew. What its effects achieved is remembered, and not done again.
+    """
+    row = safe.retry(job, reason)
+    return Answer({"job": row}, [f"done: job {row.id} is {_state(row)}"])
+
+
+@command()
+@click.argument("job", type=text)
+@click.option("--reason", type=text, required=True, help="Why; it is recorded.")
+def cancel(console: Console, safe: SafeEffects, job: str, reason: str) -> Answer:
+    """Cancel a JOB: at once where nobody works on it, else at its next checkpoint or effect."""
+    row = safe.cancel(job, reason)
+    if row.status == JobStatus.CANCELLED:
+        text = f"done: job {row.id} is {_state(row)}"
+    elif row.status in ENDED:
+        text = f"too late: job {row.id} is {_state(row)}"
+    elif row.status == JobStatus.UNKNOWN:
+        text = f"asked: job {row.id} is parked, and ends cancelled when its open questions are answered"
+    else:
+        text = f"asked: job {row.id} is {row.status}, and stops at its next checkpoint or effect"
+    return Answer({"job": row}, [text])
+
+
+def _state(job: JobRow) -> str:
+    return f"{job.status} ({job.reason})" if job.reason else job.status
+
+
+# -- republish, sweep, reconcile -----------------------------------------------------------------------------------
+
+
+@command()
+@click.argument("job", nargs=-1, type=text)
+def republish(console: Console, safe: SafeEffects, job: tuple[str, ...]) -> Answer:
+    """Publish the stored messages of the JOBs again, or of all that are due.
+
+    A message is only a hint: one too many does no harm. With JOBs, exit status 1 when one of them was not published.
+    """
+    rows = [safe.job(job_id) for job_id in dict.fromkeys(job)]
+    published = safe.republish(*(row.id for row in rows))
+    lines = [f"published {published} messages" if published != 1 else "published 1 message"]
+    missed = len(rows) - published if rows else 0
+    if missed > 0:
+        lines += [f"{row.id} is {_state(row)}" for row in rows]
+        lines.append(f"{missed} of them had nothing that is due, or the broker did not take it")
+    return Answer({"published": published, "missed": max(0, missed)}, lines, ok=missed <= 0)
+
+
+@command(modules=True)
+def sweep(console: Console, safe: SafeEffects) -> Answer:
+    """Sweep now: end leases that ran out and jobs past their time, publish what is due."""
+    swept = safe.sweep()
+    lines = [
+        f"leases that ran out, and jobs past their time: {swept.released} queued again, {swept.parked} parked, "
+        f"{swept.ended} ended",
+        f"messages published: {swept.published}",
+        f"senders seen to be gone: {swept.gone}",
+    ]
+    return Answer(swept, lines)
+
+
+@command(modules=True)
+@click.argument("key", nargs=-1, type=text)
+def reconcile(console: Console, safe: SafeEffects, key: tuple[str, ...]) -> Answer:
+    """Ask the providers now, in this process: about the operations KEY, or about all that are due.
+
+    With KEYs, exit status 1 when one of them was not asked about.
+    """
+    keys = list(dict.fromkeys(key))
+    for one in keys:
+        safe.operation(one)
+    done = safe.reconcile(keys or None)
+    rows = [safe.operation(one) for one in keys]
+    results = ", ".join(f"{n} {name}" for name, n in sorted(done.results.items()))
+    lines = [f"asked about {done.asked} operations" + (f": {results}" if results else "")]
+    for row in rows:
+        at = row.next_reconcile_at
+        when = f", next look at {output.moment(at)}" if row.status == OperationStatus.UNKNOWN and at is not None else ""
+        lines.append(f"{row.key} is {row.status}{when}")
+    document: dict[str, Any] = {"asked": done.asked, "results": done.results}
+    if rows:
+        document["operations"] = rows
+    return Answer(document, lines, ok=done.asked >= len(keys))

@@ -1,0 +1,387 @@
+"""Commands that only look: status, jobs, show, log, operations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from ..states import TERMINAL, JobStatus, OperationStatus
+from . import health, output
+from .command import Answer, Console, command, describe, text
+from .output import Column
+
+if TYPE_CHECKING:
+    from ..app import SafeEffects
+    from ..values import JobRow, OperationRow, TransitionRow
+
+POLL: Final = 0.5
+"""Seconds between two looks of ``log --follow``."""
+LAST: Final = 10
+"""Transitions that ``show`` shows."""
+WIDE: Final = 110
+"""From this many columns on, the log shows where a transition came from."""
+
+ENDED: Final = frozenset(s.value for s in TERMINAL)
+JOB_STATUS: Final = click.Choice([s.value for s in JobStatus])
+OPERATION_STATUS: Final = click.Choice([s.value for s in OperationStatus])
+JOB_COLUMNS: Final = (
+    Column("JOB", keep=True),
+    Column("TASK", tail=True),
+    Column("STATUS", keep=True),
+    Column("AGE", keep=True),
+    Column("RUNS", keep=True, spare=2),
+    Column("TENANT", spare=1),
+    Column("REASON/REF"),
+)
+OPERATION_COLUMNS: Final = (
+    Column("KEY", keep=True),
+    Column("EFFECT", tail=True),
+    Column("STATUS", keep=True),
+    Column("SENT", keep=True, spare=3),
+    Column("ASKED", keep=True, spare=2),
+    Column("AGE", keep=True, spare=1),
+    Column("REF/ERROR"),
+)
+LIMIT: Final = click.IntRange(1, 100_000)
+
+
+# -- status --------------------------------------------------------------------------------------------------------
+
+
+@command()
+def status(console: Console, safe: SafeEffects) -> Answer:
+    """Tell how everything stands, and whether it is well.
+
+    Unhealthy (exit status 1) when the database cannot be reached or has another version's schema, when nobody sweeps
+    while jobs are not finished, and when an effect happened twice.
+    """
+    found, config = safe.overview(), safe.config
+    problems, warnings = health.judge(found, config)
+    jobs = {s.value: found["jobs"].get(s.value, 0) for s in JobStatus}
+    operations = {s.value: found["operations"].get(s.value, 0) for s in OperationStatus}
+    document = {
+        "healthy": not problems,
+        "problems": [p._asdict() for p in problems],
+        "warnings": [w._asdict() for w in warnings],
+        "at": found["at"],
+        "schema": {"name": config.schema, "version": found["schema_version"]},
+        "jobs": jobs,
+        "operations": operations,
+        "oldest_queued_s": health.since(found, "oldest_queued_at"),
+        "oldest_unknown_s": health.since(found, "oldest_unknown_at"),
+        "sweep": _maintenance(found, "sweep"),
+        "reconcile": _maintenance(found, "reconcile"),
+        "double_effects": found["double_effects"],
+        "double_effect_keys": found["double_effect_keys"],
+    }
+    lines = output.facts(
+        [
+            ("", "unhealthy" if problems else "healthy"),
+            *(("problem", f"[{p.code}] {p.message}") for p in problems),
+            *(("warning", f"[{w.code}] {w.message}") for w in warnings),
+            ("schema", f"{config.schema}, version {found['schema_version']}"),
+            ("jobs", ", ".join(f"{n} {name}" for name, n in jobs.items() if n) or "none"),
+            ("operations", ", ".join(f"{n} {name}" for name, n in operations.items() if n) or "none"),
+            ("oldest queued", _ago(found, "oldest_queued_at", "none")),
+            ("oldest unknown", _ago(found, "oldest_unknown_at", "none")),
+            ("last sweep", _ago(found, "sweep_finished_at", "never", found["sweep_by"])),
+            ("last reconcile", _ago(found, "reconcile_finished_at", "never", found["reconcile_by"])),
+            ("double effects", str(found["double_effects"])),
+        ]
+    )
+    return Answer(document, [lines[0].strip(), *lines[1:]], ok=not problems)
+
+
+def _maintenance(found: dict[str, Any], name: str) -> dict[str, Any]:
+    return {
+        "started_at": found[f"{name}_started_at"],
+        "finished_at": found[f"{name}_finished_at"],
+        "age_s": health.since(found, f"{name}_finished_at"),
+        "by": found[f"{name}_by"],
+        "runs": found[f"{name}_runs"] or 0,
+    }
+
+
+def _ago(found: dict[str, Any], name: str, never: str, by: str | None = None) -> str:
+    seconds = health.since(found, name)
+    if seconds is None:
+        return never
+    return f"{output.age(seconds)} ago" + (f", by {by}" if by else "")
+
+
+# -- jobs ----------------------------------------------------------------------------------------------------------
+
+
+@command()
+@click.option("--status", type=JOB_STATUS, help="Only jobs that are this.")
+@click.option("--tenant", type=text, help="Only jobs of this tenant.")
+@click.option("--task", type=text, help="Only jobs of the task with this name.")
+@click.option("--limit", type=LIMIT, default=50, show_default=True, help="At most so many.")
+def jobs(
+    console: Console,
+    safe: SafeEffects,
+    status: str | None,
+    tenant: str | None,
+    task: str | None,
+    limit: int,
+) -> Answer:
+    """List jobs, the newest first."""
+    found = safe.jobs(status=status, tenant=tenant, task=task, limit=limit + 1)
+    found, more = found[:limit], len(found) > limit
+    lines = output.table(
+        JOB_COLUMNS,
+        [
+            (
+                j.id,
+                j.task,
+                j.status,
+                _age(j.created_at),
+                j.attempts,
+                _tenant(j, found),
+                j.reason or j.outcome_ref,
+            )
+            for j in found
+        ],
+    )
+    return Answer({"jobs": found, "more": more}, _listing(lines, "jobs", bool(found), more))
+
+
+def _tenant(job: JobRow, rows: Sequence[JobRow]) -> str:
+    """The tenants' column is worth its room only where there are several."""
+    return job.tenant if any(row.tenant != rows[0].tenant for row in rows) else ""
+
+
+def _age(at: datetime) -> str:
+    return output.age((datetime.now(timezone.utc) - at).total_seconds())
+
+
+def _listing(lines: list[str], what: str, some: bool, more: bool) -> list[str]:
+    if not some:
+        return [f"no {what}"]
+    return [*lines, *(["there are more: --limit"] if more else [])]
+
+
+# -- operations ----------------------------------------------------------------------------------------------------
+
+
+@command()
+@click.option("--status", type=OPERATION_STATUS, help="Only operations that are this.")
+@click.option("--job", type=text, help="Only operations of this job.")
+@click.option("--limit", type=LIMIT, default=50, show_default=True, help="At most so many.")
+def operations(
+    console: Console,
+    safe: SafeEffects,
+    status: str | None,
+    job: str | None,
+    limit: int,
+) -> Answer:
+    """List operations (recorded side effects), in the order of their first intents."""
+    if job is not None:
+        safe.job(job)
+    found = safe.operations(job_id=job, status=status, limit=limit + 1)
+    found, more = found[:limit], len(found) > limit
+    return Answer(
+        {"operations": found, "more": more},
+        _listing(_operations(found), "operations", bool(found), more),
+    )
+
+
+def _operations(found: Sequence[OperationRow]) -> list[str]:
+    def cells(o: OperationRow) -> tuple[Any, ...]:
+        asked, said = o.reconcile_attempts or "", o.provider_ref or _error(o)
+        return o.key, o.effect, o.status, o.attempt, asked, _age(o.intent_at), said
+
+    return output.table(
+        OPERATION_COLUMNS,
+        map(cells, found),
+    )
+
+
+def _error(operation: OperationRow) -> str | None:
+    error = operation.error
+    return error.get("text") if isinstance(error, dict) else output.compact(error)
+
+
+# -- show ----------------------------------------------------------------------------------------------------------
+
+
+@command()
+@click.argument("job", type=text)
+def show(console: Console, safe: SafeEffects, job: str) -> Answer:
+    """Show one JOB: its row, its operations, its last transitions, and what it waits for."""
+    row = safe.job(job)
+    found = safe.operations(job_id=job)
+    log = safe.transitions(job)
+    last = log[-LAST:]
+    waits = waits_for(row, found)
+    lines = output.facts(
+        [
+            ("job", row.id),
+            ("task", row.task),
+            ("status", f"{row.status} ({row.reason})" if row.reason else row.status),
+            ("tenant", row.tenant),
+            ("pool", row.pool),
+            ("queue", row.queue),
+            ("idempotency key", row.idempotency_key),
+            ("parent", row.parent_id),
+            ("runs", row.attempts),
+            ("fence", row.fence),
+            ("lease", f"{row.lease_owner} until {output.moment(row.lease_until)}" if row.lease_owner else None),
+            ("cancel asked", output.moment(row.cancel_requested_at)),
+            ("eta", output.moment(row.eta)),
+            ("expires", output.moment(row.expires_at)),
+            ("outcome", row.outcome_ref),
+            ("result", output.compact(row.result)),
+            ("last error", row.last_error),
+            ("created", output.moment(row.created_at)),
+            ("started", output.moment(row.started_at)),
+            ("finished", output.moment(row.finished_at)),
+            ("told Celery", output.moment(row.settled_at)),
+        ]
+    )
+    if found:
+        lines += ["", "operations", *_operations(found)]
+    shown = f"last {len(last)} of {len(log)} transitions" if len(log) > len(last) else "transitions"
+    lines += ["", shown, *TimeLine(log[0].at if log else None).lines(last)]
+    if waits:
+        lines += ["", *output.facts([("waits for", text) for text in waits])]
+    document = {"job": row, "operations": found, "transitions": last, "transitions_total": len(log), "waits_for": waits}
+    return Answer(document, lines)
+
+
+def waits_for(job: JobRow, operations: Sequence[OperationRow]) -> list[str]:
+    """What would move a job on that stands still, in words.
+
+    Arguments:
+        job: the job's row.
+        operations: its operations.
+
+    Returns:
+        a sentence for each thing; none for a job that is finished or under way.
+    """
+    if job.status != JobStatus.UNKNOWN:
+        return []
+    found = []
+    for operation in operations:
+        if operation.status == OperationStatus.UNKNOWN:
+            at = operation.next_reconcile_at
+            ask = f"the next look (at {output.moment(at)}) or " if at is not None else ""
+            found.append(
+                f"{ask}`safe-effects resolve '{operation.key}' (--happened --ref REF | --not-happened | --refused TEXT)"
+                " --reason TEXT`"
+            )
+    return found or [f"`safe-effects retry {job.id} --reason TEXT` or `safe-effects cancel {job.id} --reason TEXT`"]
+
+
+# -- log -----------------------------------------------------------------------------------------------------------
+
+
+@command()
+@click.argument("job", type=text)
+@click.option("--follow", "-f", is_flag=True, help="Go on until the job succeeded, failed or was cancelled.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), help="With --follow: seconds after which to give up (exit status 1)."
+)
+def log(console: Console, safe: SafeEffects, job: str, follow: bool, timeout: float | None) -> Answer:
+    """Show the append-only log of one JOB as a time line.
+
+    With --follow a parked job is followed on, since a look-up, a late outcome or an operator may settle it. With
+    --follow and --json, each transition is a JSON document on a line of its own.
+    """
+    if timeout is not None and not follow:
+        raise click.UsageError("--timeout goes with --follow")
+    row = safe.job(job)
+    if not follow:
+        found = safe.transitions(job)
+        lines = TimeLine(found[0].at if found else None).lines(found)
+        return Answer({"job_id": job, "status": row.status, "transitions": found}, lines)
+    ended = _follow(console, safe, row, None if timeout is None else time.monotonic() + timeout)
+    return Answer(ok=ended, streamed=True)
+
+
+def _follow(console: Console, safe: SafeEffects, row: JobRow, until: float | None) -> bool:
+    """Print what is new until the job has ended, or it is too late."""
+    seen: set[int] = set()
+    line: TimeLine | None = None
+    parked = cut_off = False
+    while True:
+        try:
+            # The status is read first: whatever led to it is then in the log.
+            row = safe.job(row.id)
+            new = [t for t in safe.transitions(row.id) if t.id not in seen]
+        except Exception as exc:
+            found = describe(exc)
+            if found is None or not seen or found[0] == "not_found":
+                raise
+            if not cut_off:
+                console.note(f"warning: [{found[0]}] {found[1]}; trying on")
+            cut_off = True
+        else:
+            cut_off = False
+            seen |= {t.id for t in new}
+            line = line or TimeLine(new[0].at if new else None)
+            if console.as_json:
+                for transition in new:
+                    console.emit(transition)
+            else:
+                console.say(*line.lines(new))
+            if row.status in ENDED:
+                return True
+            if row.status == JobStatus.UNKNOWN and not parked:
+                console.note(f"job {row.id} is parked ({row.reason}); following on until it ends, Ctrl-C stops")
+            parked = row.status == JobStatus.UNKNOWN
+        if until is not None and time.monotonic() >= until:
+            console.note(f"job {row.id} is {row.status} still")
+            return False
+        time.sleep(POLL if until is None else max(0.0, min(POLL, until - time.monotonic())))
+
+
+class TimeLine:
+    """Transitions as lines, each day under its date (UTC).
+
+    Arguments:
+        start: the moment from which the second column counts.
+    """
+
+    def __init__(self, start: datetime | None) -> None:
+        self.start = start
+        self.day = ""
+
+    def lines(self, transitions: Sequence[TransitionRow]) -> list[str]:
+        """The lines of some transitions, going on where the last call ended."""
+        return [line for transition in transitions for line in self._lines(transition)]
+
+    def _lines(self, transition: TransitionRow) -> list[str]:
+        at = transition.at.astimezone(timezone.utc)
+        after = (at - (self.start or at)).total_seconds()
+        whole = output.terminal() >= WIDE
+        arrow = output.arrow()
+        came = f"{transition.from_status or ''} " if whole and transition.from_status else ""
+        parts = [
+            f"{at:%H:%M:%S}.{at.microsecond // 1000:03d}",
+            f"+{after:.3f}s".rjust(10),
+            output.pad(_subject(transition), 18 if whole else 10),
+            output.pad(f"{came}{arrow} {transition.to_status}", 37 if whole else 19),
+            f"fence {transition.fence}" if whole else "",
+            output.clean(transition.reason),
+            output.clean(f"by {transition.actor}"),
+        ]
+        line = output.cut(output.GAP.join(part for part in parts if part), output.terminal())
+        day = f"{at:%Y-%m-%d} (UTC)"
+        heading = [day] if day != self.day else []
+        self.day = day
+        return [*heading, line]
+
+
+def _subject(transition: TransitionRow) -> str:
+    key = transition.operation_key
+    if key is None:
+        return "job"
+    return output.clean("step " + key.removeprefix(f"{transition.job_id}:"))
+
+
+__all__ = ["ENDED", "TimeLine", "jobs", "log", "operations", "show", "status", "waits_for"]

@@ -1,0 +1,313 @@
+"""The failure-injection test: a tool of two seconds under a lease of one and a half, and everything that may go wrong.
+
+The tool is the provider, told to accept each call two seconds after it arrived, whether or not the caller still lives.
+It is judged by the provider's ledger and by the whole log of transitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_safe_effects.testing import EmbeddedPostgres, WorkerProcess, eventually
+from example_project.provider_client import Provider
+from tests.support.checks import (
+    assert_invariants,
+    assert_ledger,
+    assert_log,
+    job,
+    log,
+    operation,
+    wait_status,
+)
+from tests.support.processes import Beats, Workers
+from tests.support.services import Sql
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.parametrize("acks_late", [False, True], ids=["early", "late"]),
+]
+
+TOOL = 2.0
+LEASE = 1.5
+
+CLAIMED = [
+    "job - > queued #0",
+    "job queued > leased #1",
+    "job leased > running #1",
+    "1 - > intent_recorded #1",
+]
+PARKED = [
+    *CLAIMED,
+    "job running > unknown #1 (lease_expired)",
+    "1 intent_recorded > unknown #1 (lease_expired)",
+]
+CONFIRMED = [
+    *PARKED,
+    "1 unknown > outcome_confirmed #1 (lookup)",
+    "job unknown > queued #1 (resolved:~:1)",
+    "job queued > leased #2",
+    "job leased > running #2",
+]
+
+
+@pytest.fixture
+def app_conf(app_conf: dict[str, Any]) -> dict[str, Any]:
+    """A lease that is shorter than the tool."""
+    app_conf.update(
+        safe_effects_lease_ttl=LEASE,
+        safe_effects_sweep_interval=0.5,
+        safe_effects_reconcile_interval=0.5,
+    )
+    return app_conf
+
+
+@pytest.fixture
+def pair(workers: Workers, acks_late: bool) -> Callable[..., dict[str, WorkerProcess]]:
+    """Start two workers; returns them by node name."""
+
+    def start(**options: Any) -> dict[str, WorkerProcess]:
+        made = [workers(name, acks_late=acks_late, ready=False, **options) for name in "ab"]
+        for worker in made:
+            worker.wait_ready()
+        return {worker.node: worker for worker in made}
+
+    return start
+
+
+@pytest.fixture
+def tool(provider: Provider) -> Provider:
+    """The provider, which takes two seconds for each charge."""
+    provider.control(kind="charge", delay_before=TOOL)
+    return provider
+
+
+def started(sql: Sql, provider: Provider, job_id: str, times: int = 1) -> str:
+    """Wait until the provider got the call, and tell the node name of the worker that made it."""
+    eventually(lambda: provider.received("charge") == times, 10, message="the provider received the call")
+    return str(job(sql, job_id)["lease_owner"]).partition("/")[0]
+
+
+def succeeded_once(sql: Sql, provider: Provider, job_id: str) -> None:
+    """One job, one key, one call, one row in the ledger, and its reference as the job's outcome."""
+    row = assert_ledger(provider, sql, job_id)
+    assert provider.received("charge") == 1
+    assert [o["key"] for o in sql("SELECT key FROM operations")] == [f"{job_id}:1"]
+    found = job(sql, job_id)
+    assert found["status"] == "succeeded"
+    assert found["outcome_ref"] == row["ref"]
+    assert found["result"] == row["ref"]
+    assert_invariants(sql, provider)
+
+
+def test_a_worker_is_killed_and_another_takes_over(
+    app: Celery, pair: Callable[..., dict[str, WorkerProcess]], beat: Beats, tool: Provider, sql: Sql, acks_late: bool
+) -> None:
+    both = pair()
+    beat()
+    result = app.tasks["tests.charge"].apply_async(("cus_1", 500), idempotency_key="order-1")
+    both.pop(started(sql, tool, result.id)).kill()
+
+    wait_status(sql, result.id, "succeeded")
+
+    assert_log(sql, result.id, [*CONFIRMED, "job running > succeeded #2"])
+    succeeded_once(sql, tool, result.id)
+    (survivor,) = both
+    actors = sql("SELECT actor, to_status FROM transitions WHERE job_id = %s AND fence = 2", result.id)
+    assert all(row["actor"].startswith(f"{survivor}/") for row in actors), actors
+    # The same key again is the same job.
+    again = app.tasks["tests.charge"].apply_async(("cus_1", 500), idempotency_key="order-1")
+    assert again.id == result.id
+    assert eventually(lambda: again.state == "SUCCESS", 10)
+    assert len(tool.ledger()) == 1
+
+
+def test_cancelled_while_the_effect_runs(
+    app: Celery, workers: Workers, tool: Provider, sql: Sql, acks_late: bool
+) -> None:
+    workers("a", acks_late=acks_late)
+    result = app.tasks["tests.charge_then_mail"].apply_async(("cus_1", 500))
+    started(sql, tool, result.id)
+
+    during: Any = app.safe_effects  # type: ignore[attr-defined]
+    assert during.cancel(result.id, "the customer left").status == "running"
+
+    wait_status(sql, result.id, "cancelled")
+    assert_log(
+        sql,
+        result.id,
+        [
+            *CLAIMED,
+            "1 intent_recorded > outcome_confirmed #1",
+            "job running > cancelled #1 (the customer left)",
+        ],
+    )
+    assert_ledger(tool, sql, result.id)
+    assert tool.received("charge") == 1
+    assert tool.received("mail") == 0
+    assert_invariants(sql, tool)
+    assert eventually(lambda: result.state == "REVOKED", 10)
+
+
+def test_cancelled_while_the_effect_runs_and_its_worker_killed(
+    app: Celery, pair: Callable[..., dict[str, WorkerProcess]], tool: Provider, sql: Sql, acks_late: bool
+) -> None:
+    both = pair()
+    result = app.tasks["tests.charge_then_mail"].apply_async(("cus_1", 500))
+    first = both.pop(started(sql, tool, result.id))
+    during: Any = app.safe_effects  # type: ignore[attr-defined]
+    during.cancel(result.id, "the customer left")
+    first.kill()
+
+    wait_status(sql, result.id, "cancelled")
+    assert_log(
+        sql,
+        result.id,
+        [
+            *CLAIMED,
+            "job running > unknown #1 (lease_expired)",
+            "1 intent_recorded > unknown #1 (lease_expired)",
+            "1 unknown > outcome_confirmed #1 (lookup)",
+            "job unknown > cancelled #1 (the customer left)",
+        ],
+    )
+    assert_ledger(tool, sql, result.id)
+    assert tool.received("charge") == 1
+    assert tool.received("mail") == 0
+    assert_invariants(sql, tool)
+    assert eventually(lambda: result.state == "REVOKED", 10)
+
+
+def test_the_database_is_down_while_a_worker_is_killed(
+    app: Celery,
+    pair: Callable[..., dict[str, WorkerProcess]],
+    own_postgres: EmbeddedPostgres,
+    tool: Provider,
+    sql: Sql,
+    acks_late: bool,
+) -> None:
+    both = pair()
+    result = app.tasks["tests.charge"].apply_async(("cus_1", 500))
+    first = both.pop(started(sql, tool, result.id))
+    own_postgres.stop("immediate")
+    first.kill()
+    own_postgres.start()
+
+    wait_status(sql, result.id, "succeeded")
+    assert_log(sql, result.id, [*CONFIRMED, "job running > succeeded #2"])
+    succeeded_once(sql, tool, result.id)
+    assert eventually(lambda: result.state == "SUCCESS", 10)
+
+
+def test_the_database_is_away_for_longer_than_the_lease(
+    app: Celery,
+    pair: Callable[..., dict[str, WorkerProcess]],
+    own_postgres: EmbeddedPostgres,
+    tool: Provider,
+    sql: Sql,
+    acks_late: bool,
+) -> None:
+    """The worker lives, and holds an outcome that it cannot write for as long."""
+    pair()
+    result = app.tasks["tests.charge"].apply_async(("cus_1", 500))
+    started(sql, tool, result.id)
+    until = job(sql, result.id)["lease_until"]
+    own_postgres.stop("immediate")
+    eventually(tool.ledger, 10, message="the tool is done")
+    own_postgres.start()
+    assert sql("SELECT clock_timestamp() > %s AS over", until)[0]["over"]
+
+    wait_status(sql, result.id, "succeeded")
+    # Whoever comes first: the worker with its outcome, a sweep, or (after a sweep) the look-up.
+    swept = [*PARKED, "1 unknown > outcome_confirmed #1 (lookup)", *CONFIRMED[7:], "job running > succeeded #2"]
+    evidence = [line.replace(" (lookup)", "") for line in swept]
+    kept = [*CLAIMED, "1 intent_recorded > outcome_confirmed #1", "job running > succeeded #1"]
+    fenced = [
+        *CLAIMED,
+        "1 intent_recorded > outcome_confirmed #1",
+        "job running > queued #1 (lease_expired)",
+        *CONFIRMED[8:],
+        "job running > succeeded #2",
+    ]
+    assert_log(sql, result.id, kept, swept, evidence, fenced)
+    succeeded_once(sql, tool, result.id)
+
+
+def test_a_lookup_hangs(
+    app: Celery, pair: Callable[..., dict[str, WorkerProcess]], tool: Provider, sql: Sql, acks_late: bool
+) -> None:
+    tool.control(kind="refund", delay_before=TOOL)
+    tool.control(kind="charge", lookup_hang=60)
+    both = pair(concurrency=2, env={"SAFE_EFFECTS_TEST_LOOKUP_TIMEOUT": "1.5"})
+    blocked = app.tasks["tests.waits_charge"].apply_async(("cus_1", 500, 0))
+    node = started(sql, tool, blocked.id)
+    # The other one is lost with the same worker: a job that the first worker's other child runs.
+    other = app.tasks["tests.mortal"].apply_async(("order-1",))
+    eventually(lambda: tool.received("refund") == 1, 10)
+    for worker in both.values():
+        worker.kill()
+    survivor = next(w for n, w in both.items() if n != node)
+    survivor.start()
+
+    wait_status(sql, other.id, "succeeded", timeout=20)
+    assert tool.stats()["lookups"].get(f"{blocked.id}:1", 0) >= 1
+    wait_status(sql, blocked.id, "unknown", timeout=0)
+    eventually(lambda: tool.stats()["lookups"][f"{blocked.id}:1"] >= 2, 15, message="it is asked again and again")
+    assert_log(sql, blocked.id, PARKED)
+    assert operation(sql, f"{blocked.id}:1")["evidence"]["lookup"] == "unresolved"
+
+    tool.control(kind="charge", lookup_hang=None)
+    wait_status(sql, blocked.id, "succeeded")
+    for one, step in ((blocked, "charge"), (other, "refund")):
+        assert_log(sql, one.id, [*CONFIRMED, "job running > succeeded #2"])
+        assert job(sql, one.id)["outcome_ref"] == assert_ledger(tool, sql, one.id)["ref"]
+        assert tool.received(step) == 1
+    assert_invariants(sql, tool)
+
+
+def test_a_worker_pauses_and_goes_on_after_its_lease(
+    app: Celery, pair: Callable[..., dict[str, WorkerProcess]], tool: Provider, sql: Sql, acks_late: bool
+) -> None:
+    # The deadline would end the paused process; here it shall go on.
+    both = pair(env={"SAFE_EFFECTS_TEST_DEADLINE": "60"})
+    result = app.tasks["tests.charge_then_mail"].apply_async(("cus_1", 500))
+    paused = both.pop(started(sql, tool, result.id))
+    paused.pause()
+
+    wait_status(sql, result.id, "succeeded")
+    whole = [
+        *CONFIRMED,
+        "2 - > intent_recorded #2",
+        "2 intent_recorded > outcome_confirmed #2",
+        "job running > succeeded #2",
+    ]
+    assert_log(sql, result.id, whole)
+    eventually(lambda: job(sql, result.id)["settled_at"], 10, message="Celery was told")
+    rows = (
+        "SELECT xmin::text, * FROM job",
+        "SELECT xmin::text, * FROM operation",
+        "SELECT xmin::text, * FROM transition",
+    )
+    before = [sql(query) for query in rows]
+
+    paused.resume()
+    eventually(lambda: "is no longer ours" in paused.log(), 15, message="the first worker found out")
+    # It is fit for other work, which is also how we know that it is done with this one.
+    next_job = app.tasks["tests.pure"].apply_async((1,))
+    wait_status(sql, next_job.id, "succeeded")
+    others = [[r for r in sql(q) if next_job.id not in (r.get("id"), r.get("job_id"))] for q in rows]
+    assert others == before, "a fenced-out worker changed a row"
+
+    assert tool.received("charge") == 1
+    assert [row["body"]["pid"] for row in tool.ledger(kind="mail")] != [
+        row["body"]["pid"] for row in tool.ledger(kind="charge")
+    ]
+    assert tool.received("mail") == 1
+    assert_ledger(tool, sql, result.id, "1", "charge")
+    assert_ledger(tool, sql, result.id, "2", "mail")
+    assert_invariants(sql, tool)
+    assert log(sql, result.id) == whole
+    assert eventually(lambda: result.state == "SUCCESS", 10)
