@@ -120,10 +120,9 @@ def ledgers(narrator: Narrator, plain: Sequence[Row], safe: Sequence[Row], job_i
     for n in range(max(len(left), len(right))):
         a, again_a = left[n] if n < len(left) else ("", False)
         b, again_b = right[n] if n < len(right) else ("", False)
-        narrator.line(
-            f"  {narrator.paint(f'{a:{_COLUMN}}', 'red' if again_a else None)}"
-            f"  {narrator.paint(b, 'red' if again_b else 'green').rstrip()}"
-        )
+        left_cell = narrator.paint(f"{a:{_COLUMN}}", "red" if again_a else None)
+        right_cell = narrator.paint(b, "red" if again_b else "green") if b else ""
+        narrator.line(f"  {left_cell}  {right_cell}".rstrip())
 
 
 def _cells(rows: Sequence[Row], job_id: str) -> list[tuple[str, bool]]:

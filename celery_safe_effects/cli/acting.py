@@ -75,7 +75,23 @@ def os_user() -> str:
         return f"uid {os.getuid()}" if hasattr(os, "getuid") else "unknown"
 
 
-@command()
+def _verdict(
+    happened: bool, ref: str | None, result: _Given | None, not_happened: bool, refused: str | None, **_: Any
+) -> Happened | NotHappened | Refused:
+    from .. import values
+
+    if happened + not_happened + (refused is not None) != 1:
+        raise click.UsageError("say what became of it: one of --happened --ref REF, --not-happened, --refused TEXT")
+    if happened:
+        if ref is None:
+            raise click.UsageError("--happened needs --ref, the provider's reference")
+        return values.Happened(ref, None if result is None else result.value)
+    if ref is not None or result is not None:
+        raise click.UsageError("--ref and --result go with --happened")
+    return values.NotHappened() if refused is None else values.Refused(refused)
+
+
+@command(check=_verdict)
 @click.argument("key", type=text)
 @click.option("--happened", is_flag=True, help="The provider did it; needs --ref.")
 @click.option("--ref", type=text, help="With --happened: the provider's reference.")
@@ -122,22 +138,6 @@ def resolve(
     lines += output.facts([("it waits for", text) for text in rest])
     document = {"verdict": said, "actor": actor, "reason": reason, "operation": resolved, "job": job}
     return Answer(document, lines)
-
-
-def _verdict(
-    happened: bool, ref: str | None, result: _Given | None, not_happened: bool, refused: str | None
-) -> Happened | NotHappened | Refused:
-    from .. import values
-
-    if happened + not_happened + (refused is not None) != 1:
-        raise click.UsageError("say what became of it: one of --happened --ref REF, --not-happened, --refused TEXT")
-    if happened:
-        if ref is None:
-            raise click.UsageError("--happened needs --ref, the provider's reference")
-        return values.Happened(ref, None if result is None else result.value)
-    if ref is not None or result is not None:
-        raise click.UsageError("--ref and --result go with --happened")
-    return values.NotHappened() if refused is None else values.Refused(refused)
 
 
 def _in_words(verdict: Happened | NotHappened | Refused) -> str:
@@ -198,7 +198,7 @@ def republish(console: Console, safe: SafeEffects, job: tuple[str, ...]) -> Answ
     """
     rows = [safe.job(job_id) for job_id in dict.fromkeys(job)]
     published = safe.republish(*(row.id for row in rows))
-    lines = [f"published {published} messages" if published != 1 else "published 1 message"]
+    lines = [f"published {output.count(published, 'message')}"]
     missed = len(rows) - published if rows else 0
     if missed > 0:
         lines += [f"{row.id} is {_state(row)}" for row in rows]
@@ -232,7 +232,7 @@ def reconcile(console: Console, safe: SafeEffects, key: tuple[str, ...]) -> Answ
     done = safe.reconcile(keys or None)
     rows = [safe.operation(one) for one in keys]
     results = ", ".join(f"{n} {name}" for name, n in sorted(done.results.items()))
-    lines = [f"asked about {done.asked} operations" + (f": {results}" if results else "")]
+    lines = [f"asked about {output.count(done.asked, 'operation')}" + (f": {results}" if results else "")]
     for row in rows:
         at = row.next_reconcile_at
         when = f", next look at {output.moment(at)}" if row.status == OperationStatus.UNKNOWN and at is not None else ""

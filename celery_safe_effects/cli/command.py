@@ -89,19 +89,24 @@ def text(value: Any) -> str:
     return given
 
 
-def command(*, schema: bool = True, modules: bool = False) -> Callable[[Callable[..., Answer]], click.Command]:
+def command(
+    *, schema: bool = True, modules: bool = False, check: Callable[..., object] | None = None
+) -> Callable[[Callable[..., Answer]], click.Command]:
     """Make a command of a function that gets the console, the app's SafeEffects and the options.
 
     Arguments:
         schema: whether the database must have this version's schema.
         modules: whether the project's task modules are imported first, as a worker does.
+        check: gets the options before the database is asked, and raises ``click.UsageError`` for wrong usage.
 
     Returns:
-        a decorator; the function's first docstring paragraph is the command's help.
+        a decorator; the function's docstring is the command's help.
     """
 
     def decorate(fn: Callable[..., Answer]) -> click.Command:
         def run(ctx: click.Context, as_json: bool, **options: Any) -> None:
+            if check is not None:
+                check(**options)
             console = Console(as_json)
             status = NO
             with _one_line_log():

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from ..config import Config
 from ..states import TERMINAL, JobStatus, OperationStatus
-from .output import age
+from .output import age, count
 
 SEVERAL: Final = 6
 """Intervals without a sweep that are too many; a worker stands in for a dead beat after half of them."""
@@ -50,7 +50,7 @@ def judge(found: Mapping[str, Any], config: Config) -> tuple[list[Problem], list
         problems.append(
             Problem(
                 "sweep_stale",
-                f"{when}, and {alive} jobs are not finished: run a worker and beat, or `safe-effects sweep` now",
+                f"{when}, and {count(alive, 'job')} not finished: run a worker and beat, or `safe-effects sweep` now",
             )
         )
     if found["double_effects"]:
@@ -59,7 +59,7 @@ def judge(found: Mapping[str, Any], config: Config) -> tuple[list[Problem], list
         problems.append(
             Problem(
                 "double_effect",
-                f"evidence shows that {found['double_effects']} operations happened twice: {keys}{more}; "
+                f"by evidence, {count(found['double_effects'], 'operation')} happened twice: {keys}{more}; "
                 "look at their evidence and undo one of the two at the provider",
             )
         )
@@ -68,6 +68,9 @@ def judge(found: Mapping[str, Any], config: Config) -> tuple[list[Problem], list
     if unknown and (asked is None or asked > limit):
         when = "nobody ever reconciled" if asked is None else f"nobody reconciled for {age(asked)}"
         warnings.append(
-            Problem("reconcile_stale", f"{when}, and {unknown} operations are unknown: run a worker and beat")
+            Problem(
+                "reconcile_stale",
+                f"{when}, and the outcome of {count(unknown, 'operation')} is unknown: run a worker and beat",
+            )
         )
     return problems, warnings

@@ -280,7 +280,12 @@ def waits_for(job: JobRow, operations: Sequence[OperationRow]) -> list[str]:
 # -- log -----------------------------------------------------------------------------------------------------------
 
 
-@command()
+def _follows(follow: bool, timeout: float | None, **_: Any) -> None:
+    if timeout is not None and not follow:
+        raise click.UsageError("--timeout goes with --follow")
+
+
+@command(check=_follows)
 @click.argument("job", type=text)
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job succeeded, failed or was cancelled.")
 @click.option(
@@ -292,8 +297,6 @@ def log(console: Console, safe: SafeEffects, job: str, follow: bool, timeout: fl
     With --follow a parked job is followed on, since a look-up, a late outcome or an operator may settle it. With
     --follow and --json, each transition is a JSON document on a line of its own.
     """
-    if timeout is not None and not follow:
-        raise click.UsageError("--timeout goes with --follow")
     row = safe.job(job)
     if not follow:
         found = safe.transitions(job)

@@ -151,6 +151,11 @@ def age(seconds: float | None) -> str:
     return "0s"
 
 
+def count(number: int, what: str) -> str:
+    """A number with its noun."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def moment(at: datetime | None) -> str:
     """A time in UTC, to the second; empty for none."""
     return "" if at is None else f"{at.astimezone(timezone.utc):%Y-%m-%d %H:%M:%SZ}"

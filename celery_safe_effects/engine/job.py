@@ -98,7 +98,8 @@ class ActiveJob:
         self._lock = threading.Lock()
         self._open: set[str] = set()
         self._ordinal = 0
-        self._recorded = {record.step: record for record in recorded or ()}
+        # What an earlier generation (before ``self.replace()``) recorded is not this body's.
+        self._recorded = {r.key: r for r in recorded or () if r.keyed or r.key == self.key(r.step)}
         self._last_recorded = max((record.ordinal for record in self._recorded.values()), default=0)
 
     # -- what users see as self.job ------------------------------------------------------------------------------------
@@ -208,17 +209,12 @@ class ActiveJob:
                 self._open.discard(name)
 
     def _replay(self, effect: Effect[Any, Any], step: str, key: str, digest: str) -> Outcome[Any] | None:
-        record = self._recorded.get(step)
+        record = self._recorded.get(key)
         if record is None:
             return None
         self._same_call(effect, record, step, digest)
         error = canonical.decode(record.error)
-        if (
-            record.status == Op.NOT_HAPPENED
-            and error is not None
-            and record.ordinal < self._last_recorded
-            and record.key == key
-        ):
+        if record.status == Op.NOT_HAPPENED and error is not None and record.ordinal < self._last_recorded:
             # A later step was recorded, so the body went on from this very exception: it must do so again.
             raise failures.from_json(error)
         return self._settled(record, replayed=True)

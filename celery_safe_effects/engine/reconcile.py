@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -49,10 +50,11 @@ class Reconciler:
         find_effect: the registered effect for a recorded name (of an effect, or of a whole-body task).
         deliver_now: publishes the jobs that moved on.
         on_moved: told of who moved which jobs.
-        parallel: lookups at once.
     """
 
-    BATCH = 100
+    BATCH = 8
+    PER_EFFECT = 8
+    PARALLEL = 32
 
     def __init__(
         self,
@@ -62,14 +64,12 @@ class Reconciler:
         find_effect: Callable[[str, str], Effect[Any, Any] | None],
         deliver_now: Callable[..., int],
         on_moved: Callable[..., None],
-        parallel: int = 8,
     ) -> None:
         self.store = store
         self.interval = interval
         self.find_effect = find_effect
         self.deliver_now = deliver_now
         self.on_moved = on_moved
-        self.parallel = parallel
 
     def run(self, by: str, keys: list[str] | None = None) -> Reconciled:
         """Reconcile everything that is due, or some operations.
@@ -82,46 +82,58 @@ class Reconciler:
         return self.reconcile(by, keys)
 
     def reconcile(self, by: str, keys: list[str] | None = None) -> Reconciled:
-        """The reconciliation itself, for a caller that has already taken its turn."""
+        """The reconciliation itself, for a caller that has already taken its turn.
+
+        Claims only what it can ask at once, and no more of an effect whose lookups hang, so that these delay no other.
+        New questions are taken up for one interval; whatever is being asked then is waited for, up to its limit.
+        """
         done = Reconciled()
-        while rows := self.store.rows(
-            "RECONCILE_DUE", keys=keys, limit=self.BATCH, backoff=self.interval, max_backoff=MAX_BACKOFF
-        ):
-            done.asked += len(rows)
-            self._batch(rows, by, done)
-            if len(rows) < self.BATCH or keys is not None:
+        running: list[_Lookup] = []
+        waiting: deque[tuple[Row, Effect[Any, Any]]] = deque()
+        until = clock() + self.interval
+        more = True
+        while True:
+            if more and len(waiting) < self.PER_EFFECT and len(running) < self.PARALLEL:
+                busy = [name for name, n in Counter(x.row.effect for x in running).items() if n >= self.PER_EFFECT]
+                rows = self._claim(busy, keys)
+                done.asked += len(rows)
+                for row in rows:
+                    effect = self.find_effect(row.effect, row.task)
+                    if effect is not None and effect.find is not None:
+                        waiting.append((row, effect))
+                    else:
+                        why = "no lookup is declared" if effect else f"effect {row.effect!r} is not imported here"
+                        self._conclude(row, None if effect else Unresolved(why), by, done)
+                more = keys is None and clock() < until and (len(rows) == self.BATCH or bool(running or waiting))
+            while waiting and len(running) < self.PARALLEL:
+                running.append(_Lookup(*waiting.popleft()))
+            if not running and not more:
                 break
+            if running:
+                self._wait_any(running)
+            for lookup in [x for x in running if x.over()]:
+                running.remove(lookup)
+                self._conclude(lookup.row, lookup.verdict(), by, done)
         self.store.row("MAINTENANCE_END", name="reconcile")
         return done
 
-    def _batch(self, rows: list[Row], by: str, done: Reconciled) -> None:
-        lookups = []
-        for row in rows:
-            effect = self.find_effect(row.effect, row.task)
-            if effect is not None and effect.find is not None:
-                lookups.append((row, effect))
-            else:
-                why = "no lookup is declared" if effect is not None else f"effect {row.effect!r} is not imported here"
-                done.add(self._apply(row, None if effect is not None else Unresolved(why), by))
-        running: list[_Lookup] = []
-        pending = list(reversed(lookups))
-        while pending or running:
-            while pending and len(running) < self.parallel:
-                row, effect = pending.pop()
-                running.append(_Lookup(row, effect))
-            self._wait_any(running)
-            for lookup in [x for x in running if x.over()]:
-                running.remove(lookup)
-                try:
-                    done.add(self._apply(lookup.row, lookup.verdict(), by))
-                except Exception:
-                    logger.exception("recording the verdict on operation %s failed; it is asked again", lookup.row.key)
-                    done.add("error")
+    def _claim(self, busy: list[str], keys: list[str] | None) -> list[Row]:
+        limit = self.BATCH if keys is None else max(len(keys), 1)
+        return self.store.rows(
+            "RECONCILE_DUE", keys=keys, busy=busy, limit=limit, backoff=self.interval, max_backoff=MAX_BACKOFF
+        )
+
+    def _conclude(self, row: Row, verdict: Verdict | None, by: str, done: Reconciled) -> None:
+        try:
+            done.add(self._apply(row, verdict, by))
+        except Exception:
+            logger.exception("recording the verdict on operation %s failed; it is asked again", row.key)
+            done.add("error")
 
     @staticmethod
     def _wait_any(running: list[_Lookup]) -> None:
         nearest = min(x.ends for x in running)
-        _Lookup.finished.wait(max(0.0, min(nearest - clock(), 0.5)))
+        _Lookup.finished.wait(max(0.0, min(nearest - clock(), 0.2)))
         _Lookup.finished.clear()
 
     def _apply(self, row: Row, verdict: Verdict | None, by: str) -> str:
@@ -136,7 +148,7 @@ class Reconciler:
         evidence = None
         after = self.interval
         if isinstance(verdict, NotHappened):
-            evidence = {"lookup": "not_found", "asked_at": row.asked_at, "evidence": verdict.evidence}
+            evidence = {"lookup": "not_found", "asked_at": row.asked_at.isoformat(), "evidence": verdict.evidence}
             if self._resolve(row, "not_happened", by, "lookup", evidence=evidence) != "superseded":
                 return "not_happened"
             # Not late enough, or the sender may still be alive: with a retained key it may be sent again all the same.
@@ -145,7 +157,7 @@ class Reconciler:
             if absent and row.idempotent_for is not None and self._resume(row, by, "resend"):
                 return "resend"
         elif isinstance(verdict, Unresolved):
-            evidence = {"lookup": "unresolved", "asked_at": row.asked_at, "reason": verdict.reason}
+            evidence = {"lookup": "unresolved", "asked_at": row.asked_at.isoformat(), "reason": verdict.reason}
             after = verdict.retry_after if verdict.retry_after is not None else self.interval
         elif row.sendable and self._resume(row, by, "resend"):
             return "resend"
@@ -176,7 +188,7 @@ class Reconciler:
             ref=ref,
             result=result,
             error=None if error is None else canonical.encode(error),
-            evidence=canonical.encode(evidence or {"lookup": status, "asked_at": row.asked_at}),
+            evidence=canonical.encode(evidence or {"lookup": status, "asked_at": row.asked_at.isoformat()}),
             asked_at=row.asked_at,
             trusted=False,
             actor=by,
@@ -204,7 +216,7 @@ class Reconciler:
         if row.idempotent_for is not None and not isinstance(verdict, Unresolved) and self._still_retained(row):
             return False
         if row.if_unknown == "assume_happened":
-            evidence = {"policy": "assume_happened", "asked_at": row.asked_at}
+            evidence = {"policy": "assume_happened", "asked_at": row.asked_at.isoformat()}
             policy = "policy:assume_happened"
             return (
                 self._resolve(row, "outcome_confirmed", policy, policy, ref=row.key, evidence=evidence) != "superseded"

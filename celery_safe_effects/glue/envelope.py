@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,9 @@ HEADERS: Final = (
     "stamps",
 )  # fmt: skip
 """What Celery's message protocol 2 carries in the headers."""
+
+OPAQUE: Final = "raw:"
+"""Begins the digest of a call whose arguments are not JSON."""
 
 _DROPPED: Final = frozenset(
     {"producer", "retry", "retry_policy", "event_dispatcher", "timeout", "confirm_timeout", "declare"}
@@ -95,9 +99,10 @@ class Envelope:
         follows = any(embed.get(name) for name in ("callbacks", "errbacks", "chain", "chord"))
         return bool(follows or self.headers.get("group") or not self.headers.get("ignore_result"))
 
-    def digest(self) -> str:
-        """Fingerprint of task and arguments."""
-        return arguments_digest(self.task, self.body[0], self.body[1])
+    def digest(self, encoded: bytes) -> str:
+        """Fingerprint of task and arguments; of the encoded message, where the arguments are not JSON."""
+        found = arguments_digest(self.task, self.body[0], self.body[1])
+        return found or OPAQUE + hashlib.sha256(encoded).hexdigest()
 
     def encode(self, serializer: str) -> bytes:
         """As stored in the row.
@@ -141,12 +146,12 @@ class Envelope:
         return replace(self, headers=headers)
 
 
-def arguments_digest(task: str, args: Any, kwargs: Any) -> str:
-    """Fingerprint of a call; ``opaque`` for arguments that are not JSON, which are then compared by the mark alone."""
+def arguments_digest(task: str, args: Any, kwargs: Any) -> str | None:
+    """Fingerprint of a call; ``None`` for arguments that are not JSON, which are then compared by the mark alone."""
     try:
         return canonical.fingerprint([task, list(args or ()), dict(kwargs or {})])
     except (TypeError, ValueError):
-        return "opaque"
+        return None
 
 
 def routing_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,10 +189,12 @@ def _identified(signature: Any, path: str) -> Any:
         options["task_id"] = str(uuid5(NAMESPACE_OID, path))
     found["kwargs"] = kwargs = dict(found.get("kwargs") or {})
     if found.get("subtask_type"):
-        if isinstance(kwargs.get("tasks"), (list, tuple)):
-            kwargs["tasks"] = [_identified(member, f"{path}:{i}") for i, member in enumerate(kwargs["tasks"])]
-        if isinstance(kwargs.get("body"), dict):
-            kwargs["body"] = _identified(kwargs["body"], f"{path}:body")
+        for name in ("tasks", "header", "body"):
+            inner = kwargs.get(name)
+            if isinstance(inner, dict):
+                kwargs[name] = _identified(inner, f"{path}:{name}")
+            elif isinstance(inner, (list, tuple)):
+                kwargs[name] = [_identified(member, f"{path}:{name}:{i}") for i, member in enumerate(inner)]
     return found
 
 

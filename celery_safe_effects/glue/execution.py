@@ -32,7 +32,7 @@ from ..states import TERMINAL, JobStatus
 from ..states import OperationStatus as Op
 from ..store.hot import RETRYABLE, Lease, Row
 from ..values import Operation
-from .envelope import MARK, Envelope, Mark, arguments_digest
+from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest
 
 if TYPE_CHECKING:
     from .task import SafeTask
@@ -57,6 +57,9 @@ class _Conclusion(NamedTuple):
     waiting_for: str | None = None
     outgoing: Envelope | None = None
     settle: bool | None = None
+    ref: str | None = None
+    generation: int | None = None
+    sends: Envelope | None = None
     tell: BaseException | None = None
     value: Any = None
 
@@ -92,14 +95,15 @@ class Execution:
             Exception: the job's own error; the job has failed.
         """
         digest = arguments_digest(self.task.name, self.args, self.kwargs)
-        if self.mark is not None and (self.mark.digest != digest and "opaque" not in (digest, self.mark.digest)):
-            self._stale("payload_differs")
-        if digest == "opaque":
-            digest = self.mark.digest if self.mark is not None else digest
+        if self.mark is not None:
+            comparable = digest is not None and not self.mark.digest.startswith(OPAQUE)
+            if comparable and digest != self.mark.digest:
+                self._stale("payload_differs")
+            digest = self.mark.digest
         with ExitStack() as alarm:
             return self._deliver(digest, alarm)
 
-    def _deliver(self, digest: str, alarm: ExitStack) -> Any:
+    def _deliver(self, digest: str | None, alarm: ExitStack) -> Any:
         token, nonce = uuid4(), uuid4()
         row, since = self._claim(digest, token, nonce, alarm)
         if row is None or row.lease_token != token or row.status != JobStatus.RUNNING:
@@ -142,7 +146,7 @@ class Execution:
     def _ttl(self) -> float:
         return float(self.task.lease_ttl or self.safe.config.lease_ttl)
 
-    def _claim(self, digest: str, token: Any, nonce: Any, alarm: ExitStack) -> tuple[Row | None, float]:
+    def _claim(self, digest: str | None, token: Any, nonce: Any, alarm: ExitStack) -> tuple[Row | None, float]:
         params: dict[str, Any] = {
             "id": self.id,
             "token": token,
@@ -169,7 +173,7 @@ class Execution:
                 "nonce": nonce,
                 "process": process.identity(),
                 "args": _json_or_none(shown),
-                "args_digest": digest,
+                "args_digest": digest or "",
             }
         for attempt in range(3):
             row, since = self._ask(statement, params, alarm)
@@ -200,7 +204,7 @@ class Execution:
                 alarm.close()
                 time.sleep(0.2)
 
-    def _adopt(self, digest: str) -> bool:
+    def _adopt(self, digest: str | None) -> bool:
         """A message without a row: an unmarked one is persisted and runs; a marked one never runs."""
         if self.mark is None:
             try:
@@ -216,7 +220,7 @@ class Execution:
                 task=self.task.name,
                 tenant=self.mark.tenant,
                 queue=(self.request.delivery_info or {}).get("routing_key"),
-                digest=digest,
+                digest=self.mark.digest,
                 envelope=self._envelope().encode(self.task.serializer or self.task.app.conf.task_serializer),
                 owner=self.owner,
             )
@@ -314,7 +318,7 @@ class Execution:
         if isinstance(exc, Retry):
             return self._retry(job, exc)
         if isinstance(exc, Ignore):
-            return self._ignored()
+            return self._replaced(job) if job.outgoing is not None else self._ignored()
         if isinstance(exc, Reject):
             error = SafeEffectsError(f"the task rejected its message: {exc.reason}")
             return _Conclusion("failed", "rejected", error=failures.to_json(error), tell=error)
@@ -340,6 +344,15 @@ class Execution:
             outgoing=job.outgoing,
             tell=exc,
             value=exc.exc if isinstance(exc.exc, Exception) else exc,
+        )
+
+    def _replaced(self, job: ActiveJob) -> _Conclusion:
+        """``self.replace()``: the replacement takes over the id, and the keys of its effects carry the generation."""
+        outgoing: Envelope = job.outgoing
+        if self.safe.publisher.is_safe(outgoing.task):
+            return _Conclusion("queued", "replaced", outgoing=outgoing, generation=job.generation + 1, tell=Ignore())
+        return _Conclusion(
+            "succeeded", "replaced", ref=f"replaced:{self.id}", settle=False, sends=outgoing, tell=Ignore()
         )
 
     @staticmethod
@@ -481,10 +494,10 @@ class Execution:
     def _outgoing(self, outgoing: Envelope | None) -> dict[str, Any]:
         if outgoing is None:
             return {"envelope": None, "digest": None, "retries": None}
-        serializer = outgoing.options.get("serializer") or self.task.app.conf.task_serializer
+        data = outgoing.encode(outgoing.options.get("serializer") or self.task.app.conf.task_serializer)
         return {
-            "envelope": outgoing.encode(serializer),
-            "digest": outgoing.digest(),
+            "envelope": data,
+            "digest": outgoing.digest(data),
             "retries": int(outgoing.headers.get("retries") or 0),
         }
 
@@ -498,7 +511,7 @@ class Execution:
             "actor": self.owner,
             "wish": end.wish,
             "reason": end.reason,
-            "ref": (job.last_ref or f"result:{self.id}") if with_ref else None,
+            "ref": (end.ref or job.last_ref or f"result:{self.id}") if with_ref else None,
             "result": end.result,
             "error": None if end.error is None else canonical.encode(end.error),
             "delay": end.delay,
@@ -506,8 +519,8 @@ class Execution:
             "waiting_for": end.waiting_for,
             "patience": self.safe.config.republish_after,
             "settle": end.settle,
-            "generation": None,
-            "task": None,
+            "generation": end.generation,
+            "task": end.outgoing.task if end.generation is not None and end.outgoing is not None else None,
             **self._outgoing(end.outgoing),
         }
         rows = self.store.insist("LEAVE", until=None, **params)
@@ -524,6 +537,8 @@ class Execution:
         if status == JobStatus.CANCELLED:
             self._tell_cancelled(rows[0].reason or "cancelled", job.fence)
         self._settles(job.fence)
+        if end.sends is not None:
+            self.safe.publisher.send_envelope(end.sends)
         if status == JobStatus.FAILED and end.wish == "again":
             raise end.value
         if end.tell is not None:

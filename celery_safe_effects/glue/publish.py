@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -176,7 +176,9 @@ class Publisher:
         transaction = options.pop("transaction", None)
         if _publishing_as_is.get() or not isinstance(message[2], tuple):
             return send(producer, name, message, **options)
-        if not (ours.get("idempotency_key") or transaction is not None or self.is_safe(name)):
+        job = current.job()
+        own = job is not None and job.id == message[0]["id"]
+        if not (own or ours.get("idempotency_key") or transaction is not None or self.is_safe(name)):
             return send(producer, name, message, **options)
         headers, properties, body, sent_event = message
         extra = options.pop("headers", None)
@@ -186,13 +188,12 @@ class Publisher:
         envelope = Envelope(
             {key: value for key, value in headers.items() if key != MARK}, properties, body, routing_options(options)
         )
-        job = current.job()
-        if job is not None and job.id == envelope.id:
+        if own and job is not None:
             # A retry, or a replacement: written when the body has unwound, with the end of this run.
             job.outgoing = envelope
             return None
-        seq, publish = self.accept(envelope, ours, parent=job)
-        mark = Mark(seq, 0, envelope.digest(), self._tenant(ours, name))
+        seq, publish, digest = self.accept(envelope, ours, parent=job)
+        mark = Mark(seq, 0, digest, self._tenant(ours, name))
         if not publish:
             return None
         marked = envelope.marked(mark, eta=_time(self.app, envelope.headers.get("eta")))
@@ -239,11 +240,11 @@ class Publisher:
         parent: ActiveJob | None = None,
         actor: str = "producer",
         limit: int | None = None,
-    ) -> tuple[int, bool]:
+    ) -> tuple[int, bool, str]:
         """Make a job's row durable.
 
         Returns:
-            its sequence number, and whether its message goes out now (a later ETA waits in PostgreSQL).
+            its sequence number, whether its message goes out now (a later ETA waits in PostgreSQL), and its digest.
 
         Raises:
             PayloadInvalid, PayloadTooLarge, IdempotencyConflict, StoreUnavailable: nothing was written.
@@ -266,7 +267,7 @@ class Publisher:
                 limit=config.max_payload,
                 current=len(data),
             )
-        digest = envelope.digest()
+        digest = envelope.digest(data)
         tenant = self._tenant(ours, envelope.task)
         params = {
             "id": envelope.id,
@@ -274,7 +275,7 @@ class Publisher:
             "tenant": tenant,
             "pool": ours.get("pool") or getattr(task, "pool", None),
             "queue": _queue_name(self.app, envelope.options),
-            "key": _key(ours.get("idempotency_key")),
+            "key": _key(ours.get("idempotency_key"), envelope.headers),
             "digest": digest,
             "parent": parent.id if parent is not None else envelope.headers.get("parent_id"),
             "retries": int(envelope.headers.get("retries") or 0),
@@ -291,7 +292,7 @@ class Publisher:
         row = self._insert(params)
         if row is not None:
             self.safe.announce(actor, envelope.id)
-            return row.seq, row.publish
+            return row.seq, row.publish, digest
         raise self._existing(params)
 
     def adopt(self, envelope: Envelope, owner: str, patience: float = float("inf")) -> None:
@@ -405,6 +406,13 @@ class Publisher:
         with self.app.producer_pool.acquire(block=True) as producer, as_is():
             self.send_as_is(producer, row.task, (envelope.headers, envelope.properties, envelope.body, None), **options)
 
+    def send_envelope(self, envelope: Envelope) -> None:
+        """Publish a message that is none of ours: the plain replacement of a job that has ended."""
+        message = (envelope.headers, envelope.properties, envelope.body, None)
+        _ = self.app.amqp.send_task_message
+        with self.app.producer_pool.acquire(block=True) as producer:
+            self.send_as_is(producer, envelope.task, message, **envelope.options)
+
     def deliver_now(self, *job_ids: str) -> int:
         """Publish what is due of these jobs, a little ahead of its time if need be."""
         config = self.safe.config
@@ -429,9 +437,12 @@ class _Accepted:
         self.publish = publish
 
 
-def _key(key: Any) -> str | None:
+def _key(key: Any, headers: Mapping[str, Any]) -> str | None:
+    """The idempotency key; a key given to a group names the canvas, and its members get ``<key>:<index>``."""
     if key is None:
         return None
+    if isinstance(key, str) and key and headers.get("group") and headers.get("group_index") is not None:
+        key = f"{key}:{headers['group_index']}"
     if not isinstance(key, str) or not key or "\x00" in key:
         raise PayloadInvalid(f"idempotency_key must be a non-empty string, not {key!r}; nothing was enqueued")
     return key

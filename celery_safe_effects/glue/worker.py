@@ -27,15 +27,16 @@ def make_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
 
         def __init__(self, worker: Any, **kwargs: Any) -> None:
             super().__init__(worker, **kwargs)
-            self.stand_in: StandIn | None = None
+            self.stand_ins: list[StandIn] = []
 
         def start(self, worker: Any) -> None:
-            self.stand_in = StandIn(safe, worker.hostname)
-            self.stand_in.start()
+            self.stand_ins = [StandIn(safe, worker.hostname, name) for name in ("sweep", "reconcile")]
+            for thread in self.stand_ins:
+                thread.start()
 
         def stop(self, worker: Any) -> None:
-            if self.stand_in is not None:
-                self.stand_in.stop()
+            for thread in self.stand_ins:
+                thread.stop()
 
         terminate = stop
 
@@ -65,14 +66,18 @@ def prepare(safe: SafeEffects, app: Any) -> None:
 
 
 class StandIn(threading.Thread):
-    """Sweeps and reconciles in the worker's main process when nobody else did for several intervals."""
+    """Sweeps, or reconciles, in the worker's main process when nobody else did for several intervals.
+
+    One thread for each: a provider that hangs must not keep the sweep from running.
+    """
 
     MISSED = 3
 
-    def __init__(self, safe: SafeEffects, hostname: str) -> None:
-        super().__init__(name="safe-effects-stand-in", daemon=True)
+    def __init__(self, safe: SafeEffects, hostname: str, name: str) -> None:
+        super().__init__(name=f"safe-effects-{name}", daemon=True)
         self.safe = safe
         self.by = f"{hostname}/stand-in"
+        self.turn = name
         self._over = threading.Event()
 
     def stop(self) -> None:
@@ -81,26 +86,19 @@ class StandIn(threading.Thread):
 
     def run(self) -> None:
         config = self.safe.config
-        watching = max(config.sweep_interval, config.heartbeat_interval)
-        pause = config.sweep_interval
+        every = {"sweep": config.sweep_interval, "reconcile": config.reconcile_interval}[self.turn]
+        # While others do it, looking now and then is enough.
+        watching = max(every, 2 * config.heartbeat_interval)
+        pause = every
         while not self._over.wait(pause):
             try:
-                pause = config.sweep_interval if self._turn() else watching
+                row = self.safe.store.row("STAND_IN", by=self.by, name=self.turn, every=every, missed=self.MISSED)
+                pause = every if row is not None else watching
+                if row is not None and self.turn == "sweep":
+                    self.safe.sweeper.sweep(self.by)
+                elif row is not None:
+                    self.safe.reconciler.reconcile(self.by)
             except StoreUnavailable as exc:
-                logger.warning("standing in for the sweep: %s", exc)
+                logger.warning("standing in for the %s: %s", self.turn, exc)
             except Exception:
-                logger.exception("standing in for the sweep failed")
-
-    def _turn(self) -> bool:
-        """One look, one statement; returns whether it was this process's turn to do something."""
-        config = self.safe.config
-        intervals = {"sweep": config.sweep_interval, "reconcile": config.reconcile_interval}
-        rows = self.safe.store.rows(
-            "STAND_IN", by=self.by, names=list(intervals), intervals=list(intervals.values()), missed=self.MISSED
-        )
-        names = {row.name for row in rows}
-        if "sweep" in names:
-            self.safe.sweeper.sweep(self.by)
-        if "reconcile" in names:
-            self.safe.reconciler.reconcile(self.by)
-        return bool(names)
+                logger.exception("standing in for the %s failed", self.turn)

@@ -23,6 +23,12 @@ from .connection import Connections
 Row = Any
 """A named tuple with the statement's columns."""
 
+WRONG_SCHEMA = (
+    psycopg.errors.UndefinedTable,
+    psycopg.errors.UndefinedColumn,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.InvalidSchemaName,
+)
 RETRYABLE = (psycopg.OperationalError, psycopg.InterfaceError, StoreUnavailable)
 
 
@@ -86,11 +92,18 @@ class Store:
 
         Raises:
             StoreUnavailable: when the database cannot be reached.
+            SchemaMismatch: when the schema is not the one that this library knows.
             psycopg.Error: what the database answered.
         """
         with self.connections.connection() as conn:
             cursor = conn.cursor(row_factory=namedtuple_row)
-            cursor.execute(self.sql[statement], params, prepare=conn.prepare_threshold is not None)
+            try:
+                cursor.execute(self.sql[statement], params, prepare=conn.prepare_threshold is not None)
+            except WRONG_SCHEMA as exc:
+                raise SchemaMismatch(
+                    f"schema {self.config.schema!r} is missing or of another version ({str(exc).splitlines()[0]}): "
+                    "run `celery -A yourproject safe-effects upgrade`"
+                ) from exc
             return cursor.fetchall()
 
     def row(self, statement: str, /, **params: Any) -> Row | None:
@@ -135,7 +148,7 @@ class Store:
         try:
             row = self.row("SCHEMA_VERSION")
             present = row[0] if row else None
-        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+        except SchemaMismatch:
             present = None
         except psycopg.errors.InsufficientPrivilege as exc:
             raise SchemaMismatch(f"schema {name!r} cannot be read: {str(exc).strip()}") from exc

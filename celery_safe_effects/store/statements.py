@@ -20,7 +20,7 @@ JOB_FACTS: Final = """
     extract(epoch FROM j.run_after - clock_timestamp())::float8 AS wait_s"""
 
 OPERATION_FACTS: Final = """
-    o.key, o.job_id, o.step, o.ordinal, o.effect, o.status, o.attempt, o.fence, o.nonce, o.args_digest, o.repeatable,
+    o.key, o.job_id, o.step, o.ordinal, o.effect, o.status, o.attempt, o.fence, o.nonce, o.args_digest, o.repeatable, o.keyed,
     o.provider_ref, o.result::text AS result, o.error::text AS error, o.first_intent_at, o.intent_at, o.deadline_at"""
 
 SCHEMA_VERSION: Final = "SELECT max(version) FROM {s}.schema_version"
@@ -385,6 +385,7 @@ WITH due AS (
     SELECT o.key FROM {s}.operation o WHERE o.status = 'unknown'
        AND CASE WHEN %(keys)s::text[] IS NULL THEN o.next_reconcile_at <= clock_timestamp()
                 ELSE o.key = ANY (%(keys)s) END
+       AND o.effect <> ALL (%(busy)s::text[])
      ORDER BY o.next_reconcile_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE {s}.operation o
@@ -394,7 +395,7 @@ UPDATE {s}.operation o
   FROM due, {s}.job j WHERE o.key = due.key AND j.id = o.job_id
 RETURNING """
     + OPERATION_FACTS
-    + """, o.args, o.has_lookup, o.if_unknown, o.keyed, o.idempotent_for, o.absent_from,
+    + """, o.args, o.has_lookup, o.if_unknown, o.idempotent_for, o.absent_from,
           o.reconcile_attempts, j.tenant, j.task, clock_timestamp() AS asked_at, {s}.sendable(o) AS sendable,
           coalesce(o.absent_from <= clock_timestamp(), false) AS past_deadline, {async} AS a
 """
@@ -500,10 +501,9 @@ RETURNING runs, {async} AS a
 # Several processes may stand in for beat: one of them gets each turn. Whoever stood in last goes on at the usual pace.
 STAND_IN: Final = """
 UPDATE {s}.maintenance m SET last_started_at = clock_timestamp(), last_by = %(by)s, runs = runs + 1
-  FROM unnest(%(names)s::text[], %(intervals)s::float8[]) AS d (name, every)
- WHERE m.name = d.name
-   AND coalesce(m.last_started_at, '-infinity') < clock_timestamp() - interval '1 second' * d.every
-       * CASE WHEN m.last_by LIKE '%%/stand-in' OR m.last_by IS NULL THEN 1 ELSE %(missed)s::float8 END
+ WHERE m.name = %(name)s
+   AND coalesce(m.last_started_at, '-infinity') < clock_timestamp() - interval '1 second' * %(every)s::float8
+       * CASE WHEN m.last_by LIKE '%%/stand-in' OR m.last_by IS NULL THEN 0.9 ELSE %(missed)s::float8 END
 RETURNING m.name
 """
 MAINTENANCE_END: Final = """

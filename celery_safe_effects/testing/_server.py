@@ -227,7 +227,8 @@ class LocalServer(ABC):
         """End the server at once, as a crash would."""
         if self._process is None:
             return
-        for send in (os.killpg, os.kill):
+        # A process that has not been waited for keeps its id, so these reach no other.
+        for send in (os.killpg, os.kill) if self._process.poll() is None else ():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 send(self._process.pid, signal.SIGKILL)
         self._process.wait(30)

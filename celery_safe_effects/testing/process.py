@@ -167,6 +167,7 @@ class CeleryProcess:
         """
         if self.running:
             raise RuntimeError(f"{self.name} runs already")
+        self.kill()  # what an earlier start may have left
         if self._scratch is None:
             # A killed worker leaves its temporary files: they must not fill the machine's folder.
             self._scratch = Path(tempfile.mkdtemp(prefix="safe-effects-"))
@@ -192,7 +193,11 @@ class CeleryProcess:
             )
         self._token = _guard.hold(self._process.pid, signal.SIGKILL)
         if ready:
-            self.wait_ready(timeout)
+            try:
+                self.wait_ready(timeout)
+            except BaseException:
+                self.kill()
+                raise
         return self
 
     def _clock(self) -> dict[str, str]:
@@ -252,7 +257,11 @@ class CeleryProcess:
 
     def kill(self) -> None:
         """SIGKILL the whole worker: parent, children and what those started, at one moment."""
-        if self._process is None:
+        if self._process is None or self._token is None:
+            return
+        if not self.running and self.pid in _parents():
+            # The id is another's by now, which the system allows only when our group is empty.
+            self._done()
             return
         below = self.children()
         self._signal_group(signal.SIGKILL)
@@ -333,9 +342,7 @@ class CeleryProcess:
             subprocess.TimeoutExpired: if it still runs then.
         """
         assert self._process is not None, f"{self.name} was never started"
-        status = self._process.wait(timeout)
-        self._done()
-        return status
+        return self._process.wait(timeout)
 
     def stop(self, timeout: float = 10.0) -> None:
         """Shut down warmly, and kill what is left after a while.

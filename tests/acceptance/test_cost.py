@@ -16,6 +16,7 @@ from celery import Celery
 
 from celery_safe_effects.store import migrate
 from celery_safe_effects.testing import EmbeddedPostgres, eventually
+from tests.support.brokers import Broker
 from tests.support.processes import Workers
 from tests.support.services import Sql
 
@@ -35,6 +36,12 @@ def database_url(logging_postgres: EmbeddedPostgres) -> Iterator[str]:
     migrate.upgrade(url)
     yield url
     logging_postgres.drop_database("cost")
+
+
+@pytest.fixture
+def broker(redis_broker: Broker) -> Broker:
+    """The broker does not change what the database is asked."""
+    return redis_broker
 
 
 class Seen:
@@ -101,7 +108,6 @@ def test_a_job_takes_these_statements_and_no_other(
     workers: Workers,
     sql: Sql,
     logging_postgres: EmbeddedPostgres,
-    redis_broker: Any,
     task: str,
     args: tuple[Any, ...],
     commits: dict[str, bool],

@@ -26,10 +26,7 @@ from tests.support.checks import (
 from tests.support.processes import Beats, Workers
 from tests.support.services import Sql
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.parametrize("acks_late", [False, True], ids=["early", "late"]),
-]
+pytestmark = pytest.mark.faults
 
 TOOL = 2.0
 LEASE = 1.5
@@ -132,7 +129,7 @@ def test_cancelled_while_the_effect_runs(
     result = app.tasks["tests.charge_then_mail"].apply_async(("cus_1", 500))
     started(sql, tool, result.id)
 
-    during: Any = app.safe_effects  # type: ignore[attr-defined]
+    during: Any = app.safe_effects
     assert during.cancel(result.id, "the customer left").status == "running"
 
     wait_status(sql, result.id, "cancelled")
@@ -158,7 +155,7 @@ def test_cancelled_while_the_effect_runs_and_its_worker_killed(
     both = pair()
     result = app.tasks["tests.charge_then_mail"].apply_async(("cus_1", 500))
     first = both.pop(started(sql, tool, result.id))
-    during: Any = app.safe_effects  # type: ignore[attr-defined]
+    during: Any = app.safe_effects
     during.cancel(result.id, "the customer left")
     first.kill()
 
@@ -236,36 +233,61 @@ def test_the_database_is_away_for_longer_than_the_lease(
     succeeded_once(sql, tool, result.id)
 
 
-def test_a_lookup_hangs(
-    app: Celery, pair: Callable[..., dict[str, WorkerProcess]], tool: Provider, sql: Sql, acks_late: bool
-) -> None:
+def test_a_lookup_hangs(app: Celery, workers: Workers, tool: Provider, sql: Sql, acks_late: bool) -> None:
     tool.control(kind="refund", delay_before=TOOL)
     tool.control(kind="charge", lookup_hang=60)
-    both = pair(concurrency=2, env={"SAFE_EFFECTS_TEST_LOOKUP_TIMEOUT": "1.5"})
+    env = {"SAFE_EFFECTS_TEST_LOOKUP_TIMEOUT": "1.5"}
+    first = workers("a", acks_late=acks_late, concurrency=2, env=env)
     blocked = app.tasks["tests.waits_charge"].apply_async(("cus_1", 500, 0))
-    node = started(sql, tool, blocked.id)
-    # The other one is lost with the same worker: a job that the first worker's other child runs.
+    started(sql, tool, blocked.id)
     other = app.tasks["tests.mortal"].apply_async(("order-1",))
     eventually(lambda: tool.received("refund") == 1, 10)
-    for worker in both.values():
-        worker.kill()
-    survivor = next(w for n, w in both.items() if n != node)
-    survivor.start()
+    first.kill()
+    workers("b", acks_late=acks_late, concurrency=2, env=env)
 
     wait_status(sql, other.id, "succeeded", timeout=20)
-    assert tool.stats()["lookups"].get(f"{blocked.id}:1", 0) >= 1
-    wait_status(sql, blocked.id, "unknown", timeout=0)
-    eventually(lambda: tool.stats()["lookups"][f"{blocked.id}:1"] >= 2, 15, message="it is asked again and again")
+    assert job(sql, blocked.id)["status"] == "unknown"
+    asked = eventually(lambda: tool.stats()["lookups"].get(f"{blocked.id}:1"), 15, message="the other one is asked")
+    eventually(lambda: tool.stats()["lookups"][f"{blocked.id}:1"] > asked, 15, message="it is asked again")
     assert_log(sql, blocked.id, PARKED)
     assert operation(sql, f"{blocked.id}:1")["evidence"]["lookup"] == "unresolved"
 
     tool.control(kind="charge", lookup_hang=None)
     wait_status(sql, blocked.id, "succeeded")
-    for one, step in ((blocked, "charge"), (other, "refund")):
+    for one, kind in ((blocked, "charge"), (other, "refund")):
         assert_log(sql, one.id, [*CONFIRMED, "job running > succeeded #2"])
         assert job(sql, one.id)["outcome_ref"] == assert_ledger(tool, sql, one.id)["ref"]
-        assert tool.received(step) == 1
+        assert tool.received(kind) == 1
     assert_invariants(sql, tool)
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_many_lookups_hang(app: Celery, workers: Workers, provider: Provider, sql: Sql) -> None:
+    """A provider whose look-ups hang delays neither another provider's look-up nor the sweep."""
+    limit, slack = 4.0, 3.0
+    provider.control(drop_reply=True)
+    provider.control(kind="charge", lookup_hang=60)
+    workers("a", concurrency=4, env={"SAFE_EFFECTS_TEST_LOOKUP_TIMEOUT": str(limit)})
+    task = app.tasks["tests.waits_charge"]
+    hanging = [task.apply_async(("cus_1", n, 0)).id for n in range(24)]
+    eventually(lambda: len(sql("SELECT id FROM jobs WHERE status = 'unknown'")) == len(hanging), 30)
+    eventually(lambda: provider.stats()["totals"]["lookups"] >= 8, 15, message="the look-ups hang")
+
+    later = app.tasks["tests.pure"].apply_async((1,), countdown=2.5)
+    other = app.tasks["tests.mortal"].apply_async(("order-1",))
+    wait_status(sql, other.id, "succeeded", timeout=40)
+    wait_status(sql, later.id, "succeeded", timeout=40)
+
+    (waited,) = sql(
+        "SELECT extract(epoch FROM o.resolved_at - t.at)::float8 AS s FROM operations o"
+        " JOIN transitions t ON t.operation_key = o.key AND t.to_status = 'unknown' WHERE o.job_id = %s",
+        other.id,
+    )
+    (late,) = sql("SELECT extract(epoch FROM started_at - eta)::float8 AS s FROM jobs WHERE id = %s", later.id)
+    found = (waited["s"] < limit + slack, 0 <= late["s"] < slack)
+    assert found == (True, True), (waited, late)
+    assert {job(sql, one)["status"] for one in hanging} == {"unknown"}
+    assert_invariants(sql, provider)
 
 
 def test_a_worker_pauses_and_goes_on_after_its_lease(

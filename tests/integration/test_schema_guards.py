@@ -242,7 +242,7 @@ def test_a_change_is_written_down_as_the_one_who_made_it(hand: Hand) -> None:
     # The worker's own rows name the worker; whoever writes after it must not borrow its name.
     job_id = hand.job(J.QUEUED)
     hand.move(job_id, J.RUNNING, ", actor = 'w@host/1/2'")
-    key = hand.operation(job_id=job_id, actor="'w@host/1/2'")
+    key = hand.operation(job_id=job_id, recorded_by="'w@host/1/2'")
     assert [row[3] for row in hand.log(job_id, key)] == ["w@host/1/2"]
     hand.resolve(key, Op.OUTCOME_CONFIRMED)
     hand.move(job_id, J.SUCCEEDED)

@@ -26,7 +26,7 @@ from celery_safe_effects import (
 from celery_safe_effects.testing import eventually
 from example_project.provider_client import Declined, Provider, Row
 from tests.support.services import Sql
-from tests.support.tasks import DEADLINE, IDEMPOTENT_FOR, LOOKUP_LAG, charge, charge_both, provider
+from tests.support.tasks import DEADLINE, IDEMPOTENT_FOR, LOOKUP_LAG, charge, provider
 
 KILL_VARIABLE = "SAFE_EFFECTS_TEST_KILL_AT_DEADLINE"
 KILL = os.environ.get(KILL_VARIABLE, "1") == "1"
@@ -241,11 +241,11 @@ def add_tasks(app: Celery) -> None:
         gate(name)
         return charge("second", 2).ref
 
-    @task("gated_charge", [charge_both])
+    @task("gated_charge", [charge])
     def gated_charge(self: Any, name: str) -> Any:
         """A gate before an effect."""
         gate(name)
-        return charge_both("gated", 1).ref
+        return charge("gated", 1).ref
 
     @task("with_fallback", [primary, fallback])
     def with_fallback(self: Any, url: str, name: str) -> Any:

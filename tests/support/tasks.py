@@ -179,9 +179,10 @@ def create_app(conf: Mapping[str, Any]) -> Celery:
         return rounds
 
     from tests.support import faults2
-    from tests.support.fault_tasks import add_tasks
+    from tests.support import bad_tasks, fault_tasks
 
-    add_tasks(app)
+    fault_tasks.add_tasks(app)
+    bad_tasks.add_tasks(app)
     faults2.add_tasks(app)
 
     @app.task(shared=False, name="tests.plain")

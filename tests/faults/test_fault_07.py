@@ -1,0 +1,102 @@
+"""The worker dies between the end of a job and Celery's bookkeeping: the continuation runs once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery, chain, chord
+
+from celery_safe_effects.testing import eventually
+from example_project.provider_client import Provider
+from tests.support.checks import assert_invariants, assert_ledger, assert_log, job, wait_status
+from tests.support.names import DEATH_VARIABLE
+from tests.support.processes import Workers
+from tests.support.services import Sql
+
+pytestmark = pytest.mark.faults
+
+PLACES = ("before_dispatch", "before_store", "before_settling")
+ONCE = [
+    "job - > queued #0",
+    "job queued > leased #1",
+    "job leased > running #1",
+    "1 - > intent_recorded #1",
+    "1 intent_recorded > outcome_confirmed #1",
+    "job running > succeeded #1",
+]
+
+
+def _cases() -> list[Any]:
+    """Every place with every canvas; the brokers and acknowledgements take turns (each pair occurs)."""
+    kinds = [("redis", False), ("rabbitmq", True), ("redis", True), ("rabbitmq", False)]
+    wanted = [(canvas, place) for canvas in ("chain", "link", "chord") for place in PLACES]
+    wanted.append(("chord", "before_chord"))
+    cases = []
+    for number, (canvas, place) in enumerate(wanted):
+        broker, acks_late = kinds[number % 4]
+        name = f"{canvas}-{place}-{broker}-{'late' if acks_late else 'early'}"
+        marks = [pytest.mark.rabbitmq] if broker == "rabbitmq" else []
+        cases.append(pytest.param(canvas, place, broker, acks_late, id=name, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("canvas", "place", "broker", "acks_late"), _cases(), indirect=["broker"])
+def test_07_killed_before_celery_knew_of_the_end(
+    app: Celery,
+    workers: Workers,
+    provider: Provider,
+    sql: Sql,
+    tmp_path: Path,
+    canvas: str,
+    place: str,
+    acks_late: bool,
+) -> None:
+    victim, marker = str(uuid4()), tmp_path / "died"
+    env = {DEATH_VARIABLE: f"{place}|{victim}|{marker}"}
+    first = workers("a", acks_late=acks_late, env=env)
+    mortal, follow = app.tasks["tests.mortal"], app.tasks["tests.follow"]
+    head = mortal.s("order-1").set(task_id=victim)
+    members = [victim]
+    if canvas == "chain":
+        last = chain(head, follow.s()).apply_async()
+    elif canvas == "link":
+        head.apply_async(link=follow.s())
+        last = None
+    else:
+        other = str(uuid4())
+        members.append(other)
+        last = chord([head, mortal.s("order-2").set(task_id=other)], follow.s()).apply_async()
+    eventually(lambda: not first.running, 20, message="the worker died")
+    assert marker.exists()
+    assert job(sql, victim)["status"] == "succeeded"
+    assert not job(sql, victim)["settled_at"]
+
+    workers("b", acks_late=acks_late, env=env)
+    # The worker that ended the job had half a minute to tell Celery; nobody shall wait for that here.
+    sql("UPDATE job SET next_publish_at = clock_timestamp() WHERE id = %s AND settled_at IS NULL", victim)
+    (body,) = eventually(
+        lambda: sql("SELECT id FROM jobs WHERE task = 'tests.follow' AND status = 'succeeded'"),
+        30,
+        message="the continuation ran",
+    )
+    eventually(lambda: not sql("SELECT id FROM jobs WHERE settled_at IS NULL"), 20, message="Celery knows of every end")
+
+    assert {row["id"] for row in sql("SELECT id FROM jobs")} == {*members, body["id"]}
+    for member in members:
+        assert_log(sql, member, ONCE)
+        assert_ledger(provider, sql, member, kind="refund")
+    assert_log(sql, body["id"], ONCE)
+    deployed = assert_ledger(provider, sql, body["id"], kind="deploy")
+    refs = [job(sql, member)["outcome_ref"] for member in members]
+    assert deployed["body"]["argument"] == repr(refs if canvas == "chord" else refs[0])
+    assert provider.received("deploy") == 1
+    assert provider.received("refund") == len(members)
+    assert wait_status(sql, body["id"], "succeeded")["attempts"] == 1
+    if last is not None:
+        assert last.id == body["id"]
+        assert last.get(timeout=10) == deployed["ref"]
+    assert app.AsyncResult(victim).state == "SUCCESS"
+    assert_invariants(sql, provider)
