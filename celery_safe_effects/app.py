@@ -348,8 +348,13 @@ class SafeEffects:
         self.publisher.deliver_now(row.job_id)
         return self.operation(key)
 
-    def cancel(self, job_id: str, reason: str) -> JobRow:
+    def cancel(self, job_id: str, reason: str, *, actor: str = "cancel") -> JobRow:
         """Cancel a job: at once where nobody works on it, else at its next checkpoint or effect.
+
+        Arguments:
+            job_id: the job.
+            reason: why; it ends up in the log.
+            actor: who; the log shows ``operator:<actor>``.
 
         Returns:
             the job as it stands now.
@@ -358,32 +363,40 @@ class SafeEffects:
             NotFound: when there is no such job.
             NotAllowed: when it has ended already.
         """
-        if not self.store.rows("CANCEL", id=job_id, reason=reason, actor="operator:cancel"):
+        if not self.store.rows("CANCEL", id=job_id, reason=reason, actor=f"operator:{actor}"):
             raise NotAllowed(f"job {job_id} is {self.job(job_id).status} already; nothing was changed")
-        self.announce("operator:cancel", job_id)
+        self.announce(f"operator:{actor}", job_id)
         self.publisher.deliver_now(job_id)
         return self.job(job_id)
 
-    def retry(self, job_id: str, reason: str) -> JobRow:
+    def retry(self, job_id: str, reason: str, *, actor: str = "retry") -> JobRow:
         """Run a failed, cancelled or mismatched job again; attempts start anew, recorded outcomes stay.
+
+        Arguments:
+            job_id: the job.
+            reason: why; it ends up in the log.
+            actor: who; the log shows ``operator:<actor>``.
 
         Raises:
             NotFound: when there is no such job.
             NotAllowed: when its state does not allow it.
         """
-        if not self.store.rows("RETRY", id=job_id, reason=reason, actor="operator:retry"):
+        if not self.store.rows("RETRY", id=job_id, reason=reason, actor=f"operator:{actor}"):
             job = self.job(job_id)
             raise NotAllowed(
-                f"job {job_id} is {job.status} ({job.reason}); only failed and cancelled jobs, and parked ones without "
+                f"job {job_id} is {job.status}{f' ({job.reason})' if job.reason else ''}; only failed and cancelled jobs, and parked ones without "
                 "an unresolved operation, are retried; nothing was changed"
             )
-        self.announce("operator:retry", job_id)
+        self.announce(f"operator:{actor}", job_id)
         self.publisher.deliver_now(job_id)
         return self.job(job_id)
 
     def republish(self, *job_ids: str) -> int:
         """Publish the stored messages of these jobs (of everything due, without arguments) now."""
-        return self.publisher.deliver_now(*job_ids) if job_ids else self.sweeper.publish()
+        if not job_ids:
+            return self.sweeper.publish()
+        self.publisher.soon(*job_ids)
+        return self.publisher.deliver_now(*job_ids)
 
 
 __all__ = ["SafeEffects"]

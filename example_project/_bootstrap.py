@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 10)
+# Not an environment's interpreter: that one may be the environment which is made anew.
+_BASE: str = getattr(sys, "_base_executable", None) or sys.executable
 _NEWER = ("python3.13", "python3.12", "python3.11", "python3.10", "python3.14")
 # What would send an installation somewhere else, or make our interpreter import something else.
 _MISLEADING = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "__PYVENV_LAUNCHER__")
@@ -111,7 +113,7 @@ def _environment() -> Path:
 def _fingerprint() -> str:
     digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
     # An editable installation and its scripts hold both paths.
-    for part in (sys.version, sys.executable, str(ROOT), _extras()):
+    for part in (sys.version, _BASE, str(ROOT), _extras()):
         digest.update(part.encode())
     return digest.hexdigest()
 
@@ -119,7 +121,7 @@ def _fingerprint() -> str:
 def _make(folder: Path, python: Path) -> list[str]:
     """Make the environment, empty, and tell how pip is run for it."""
     _say(f"making {folder} with Python {platform.python_version()}")
-    command = [sys.executable, "-m", "venv", "--clear", str(folder)]
+    command = [_BASE, "-m", "venv", "--clear", str(folder)]
     done = subprocess.run(command, check=False, env=_clean(), capture_output=True, text=True)
     if done.returncode == 0:
         return [str(python), "-m", "pip"]

@@ -50,7 +50,7 @@ def judge(found: Mapping[str, Any], config: Config) -> tuple[list[Problem], list
         problems.append(
             Problem(
                 "sweep_stale",
-                f"{when}, and {count(alive, 'job')} not finished: run a worker and beat, or `safe-effects sweep` now",
+                f"{when}, with {count(alive, 'unfinished job')}: run a worker and beat, or `safe-effects sweep` now",
             )
         )
     if found["double_effects"]:

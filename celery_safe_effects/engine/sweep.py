@@ -127,8 +127,9 @@ class Sweeper:
             settle_tries=self.settle_tries,
             republish=self.config.republish_after,
         ):
-            published += self.deliver(rows)
-            if len(rows) < self.BATCH:
+            sent = self.deliver(rows)
+            published += sent
+            if sent < self.BATCH:
                 break
         return published
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import time
@@ -23,6 +24,7 @@ from ..engine.job import ActiveJob
 from ..engine.lease import clock
 from ..errors import (
     AcceptanceUnknown,
+    AdmissionRejected,
     ConfigurationError,
     IdempotencyConflict,
     PayloadInvalid,
@@ -31,6 +33,7 @@ from ..errors import (
     StoreUnavailable,
 )
 from ..states import TERMINAL
+from ..store.enlist import Enlisted, enlist
 from .envelope import MARK, Envelope, Mark, routing_options, with_stable_ids
 
 if TYPE_CHECKING:
@@ -192,6 +195,12 @@ class Publisher:
             # A retry, or a replacement: written when the body has unwound, with the end of this run.
             job.outgoing = envelope
             return None
+        if transaction is not None:
+            enlisted = enlist(transaction)
+            self.accept(envelope, ours, parent=job, enlisted=enlisted)
+            # The row says who is due; rolled back, with a savepoint or as a whole, it says nothing.
+            enlisted.after_commit(functools.partial(self.deliver_now, envelope.id))
+            return None
         seq, publish, digest = self.accept(envelope, ours, parent=job)
         mark = Mark(seq, 0, digest, self._tenant(ours, name))
         if not publish:
@@ -210,12 +219,12 @@ class Publisher:
             self.soon(job_id)
             return None
 
-    def soon(self, job_id: str) -> None:
-        """Ask the sweeper to publish a job's message soon; losing this costs only time."""
+    def soon(self, *job_ids: str) -> None:
+        """Ask the sweeper to publish messages soon; losing this costs only time."""
         try:
-            self.safe.store.rows("PUBLISH_SOON", id=job_id)
+            self.safe.store.rows("PUBLISH_SOON", ids=list(job_ids))
         except (StoreUnavailable, psycopg.Error):
-            logger.debug("job %s waits for its republication", job_id, exc_info=True)
+            logger.debug("%d jobs wait for their republication", len(job_ids), exc_info=True)
 
     def _tenant(self, ours: dict[str, Any], name: str) -> str:
         """Given, else inherited from the job that sends it, else the task's, else the default."""
@@ -240,6 +249,7 @@ class Publisher:
         parent: ActiveJob | None = None,
         actor: str = "producer",
         limit: int | None = None,
+        enlisted: Enlisted | None = None,
     ) -> tuple[int, bool, str]:
         """Make a job's row durable.
 
@@ -287,13 +297,14 @@ class Publisher:
             "settle": envelope.needs_settling,
             "actor": actor,
             "lead": config.sweep_interval,
-            "republish": config.republish_after,
+            # An enlisted job is due as soon as its commit makes it visible.
+            "republish": config.republish_after if enlisted is None else 0.0,
         }
-        row = self._insert(params)
+        row = self._insert(params) if enlisted is None else self._insert_enlisted(enlisted, params)
         if row is not None:
             self.safe.announce(actor, envelope.id)
             return row.seq, row.publish, digest
-        raise self._existing(params)
+        raise self._existing(params, enlisted)
 
     def adopt(self, envelope: Envelope, owner: str, patience: float = float("inf")) -> None:
         """Persist a message whose producer wrote no row; an existing row of the same call is fine.
@@ -328,6 +339,8 @@ class Publisher:
                     if holder is not None and holder.id == params["id"] and holder.args_digest == params["digest"]:
                         return _Accepted(holder.seq, True)  # the first try got through; only its reply was lost
                 return row
+            except psycopg.errors.LockNotAvailable as exc:
+                raise _key_busy(params) from exc
             except StoreUnavailable as exc:
                 if not sent:
                     raise
@@ -349,8 +362,21 @@ class Publisher:
             job_id=job_id,
         )
 
-    def _existing(self, params: dict[str, Any]) -> Exception:
-        holder = self.safe.store.row("HOLDER", id=params["id"], tenant=params["tenant"], key=params["key"])
+    def _insert_enlisted(self, enlisted: Enlisted, params: dict[str, Any]) -> Any:
+        try:
+            rows = self.safe.store.enlisted_rows(enlisted, "ACCEPT", **params)
+        except psycopg.errors.LockNotAvailable as exc:
+            raise _key_busy(params) from exc
+        except psycopg.DataError as exc:
+            raise PayloadInvalid(f"the job cannot be stored: {str(exc).strip()}; nothing was enqueued") from exc
+        return rows[0] if rows else None
+
+    def _existing(self, params: dict[str, Any], enlisted: Enlisted | None) -> Exception:
+        keys = {name: params[name] for name in ("id", "tenant", "key")}
+        if enlisted is None:
+            holder = self.safe.store.row("HOLDER", **keys)
+        else:
+            holder = next(iter(self.safe.store.enlisted_rows(enlisted, "HOLDER", **keys)), None)
         if holder is None:
             return StoreUnavailable("the key is being taken or released at this very moment; try again")
         if holder.task != params["task"] or holder.args_digest != params["digest"]:
@@ -360,7 +386,12 @@ class Publisher:
                 "arguments; that job is unchanged, and nothing was enqueued",
                 job_id=holder.id,
             )
-        if holder.status in {s.value for s in TERMINAL} and holder.settled and holder.seq is not None:
+        if (
+            enlisted is None
+            and holder.status in {s.value for s in TERMINAL}
+            and holder.settled
+            and holder.seq is not None
+        ):
             self._refresh_result(holder.id)
         return _AlreadyAccepted(holder.id)
 
@@ -382,18 +413,18 @@ class Publisher:
         """Publish stored envelopes; the rows already say when to try next.
 
         Returns:
-            how many were published.
+            how many were published: fewer than given when the broker could not be reached, and the rest is due again.
         """
-        done = 0
-        for row in rows:
+        for done, row in enumerate(rows):
             try:
                 self._deliver(row)
-                done += 1
             except (BrokerError, OSError) as exc:
-                logger.warning("publishing job %s failed, the sweeper will try again: %r", row.id, exc)
+                logger.warning("publishing job %s and %d more is put off: %r", row.id, len(rows) - done - 1, exc)
+                self.soon(*(later.id for later in rows[done:]))
+                return done
             except Exception:
                 logger.exception("publishing job %s failed", row.id)
-        return done
+        return len(rows)
 
     def _deliver(self, row: Any) -> None:
         stored = Envelope.decode(row.envelope, self.app.conf.accept_content)
@@ -431,6 +462,15 @@ class Publisher:
         return self.deliver(rows)
 
 
+def _key_busy(params: dict[str, Any]) -> AdmissionRejected:
+    return AdmissionRejected(
+        f"idempotency key {params['key']!r} (or task id) is held by a transaction that has not ended; nothing was "
+        "enqueued: try again when it has",
+        reason="idempotency_key_busy",
+        retry_after=1.0,
+    )
+
+
 class _Accepted:
     def __init__(self, seq: int, publish: bool) -> None:
         self.seq = seq
@@ -449,14 +489,15 @@ def _key(key: Any, headers: Mapping[str, Any]) -> str | None:
 
 
 def _max_attempts(ours: dict[str, Any], task: Any, default: int) -> int:
-    """Explicit, else enough for the task's own ``max_retries``, else the setting."""
+    """Explicit, else enough for a ``max_retries`` that the task sets itself, else the setting."""
     given = ours.get("max_attempts") or getattr(task, "max_attempts", None)
     if given:
         return int(given)
     if task is None:
         return default
-    retries = task.max_retries
-    return UNBOUNDED_ATTEMPTS if retries is None else max(default, int(retries) + 1)
+    if not any("max_retries" in vars(cls) for cls in type(task).__mro__ if not cls.__module__.startswith("celery.")):
+        return default  # Celery's own default says nothing about this task
+    return UNBOUNDED_ATTEMPTS if task.max_retries is None else max(default, int(task.max_retries) + 1)
 
 
 def _seconds(value: Any) -> float | None:

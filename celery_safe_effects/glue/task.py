@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -112,6 +113,25 @@ class SafeTask(Task):
             if not failures.matches(exc, self.body().options.not_happened_on):
                 raise exc
         return super().retry(*args, **kwargs)
+
+    async def aapply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        """As ``apply_async``, without blocking the event loop.
+
+        Arguments:
+            transaction: also SQLAlchemy's AsyncSession or AsyncConnection; its statements run on the loop.
+
+        Returns:
+            the ``AsyncResult``.
+        """
+        transaction = options.get("transaction")
+        run_sync = getattr(transaction, "run_sync", None)
+        if run_sync is None:
+            return await asyncio.to_thread(self.apply_async, args, kwargs, **options)
+
+        def enqueue(sync: Any) -> Any:
+            return self.apply_async(args, kwargs, **{**options, "transaction": sync})
+
+        return await run_sync(enqueue)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         request = self.request

@@ -19,6 +19,7 @@ from ..config import Config
 from ..errors import SchemaMismatch, StoreUnavailable
 from . import migrate, statements
 from .connection import Connections
+from .enlist import Enlisted
 
 Row = Any
 """A named tuple with the statement's columns."""
@@ -105,6 +106,10 @@ class Store:
                     "run `celery -A yourproject safe-effects upgrade`"
                 ) from exc
             return cursor.fetchall()
+
+    def enlisted_rows(self, enlisted: Enlisted, statement: str, /, **params: Any) -> list[Row]:
+        """Run a statement inside a caller's own transaction, which stays usable whatever it raises."""
+        return enlisted.rows(self.sql[statement], params)
 
     def row(self, statement: str, /, **params: Any) -> Row | None:
         """Run a statement once and return its first row."""

@@ -69,14 +69,17 @@ def upgrade(target: Any, schema: str = DEFAULT_SCHEMA) -> list[int]:
         SchemaMismatch: when the schema is newer than this library.
     """
     if isinstance(target, str):
+        import psycopg
         from sqlalchemy import create_engine, pool
-        from sqlalchemy.engine import make_url
 
-        from .connection import conninfo_from_url
+        from .connection import CONNECT_TIMEOUT, conninfo_from_url
 
-        conninfo_from_url(target)  # its errors name the setting
-        url = make_url(target).set(drivername="postgresql+psycopg")
-        engine = create_engine(url, poolclass=pool.NullPool)
+        conninfo = conninfo_from_url(target)
+        engine = create_engine(
+            "postgresql+psycopg://",
+            creator=lambda: psycopg.connect(conninfo, connect_timeout=CONNECT_TIMEOUT),
+            poolclass=pool.NullPool,
+        )
         try:
             return upgrade(engine, schema)
         finally:

@@ -20,8 +20,9 @@ JOB_FACTS: Final = """
     extract(epoch FROM j.run_after - clock_timestamp())::float8 AS wait_s"""
 
 OPERATION_FACTS: Final = """
-    o.key, o.job_id, o.step, o.ordinal, o.effect, o.status, o.attempt, o.fence, o.nonce, o.args_digest, o.repeatable, o.keyed,
-    o.provider_ref, o.result::text AS result, o.error::text AS error, o.first_intent_at, o.intent_at, o.deadline_at"""
+    o.key, o.job_id, o.step, o.ordinal, o.effect, o.status, o.attempt, o.fence, o.nonce, o.args_digest, o.repeatable,
+    o.keyed, o.provider_ref, o.result::text AS result, o.error::text AS error, o.first_intent_at, o.intent_at,
+    o.deadline_at"""
 
 SCHEMA_VERSION: Final = "SELECT max(version) FROM {s}.schema_version"
 
@@ -35,7 +36,8 @@ SELECT %(id)s, %(task)s, %(tenant)s, %(pool)s, %(queue)s, %(key)s, %(digest)s, %
     CASE WHEN %(eta)s::timestamptz > clock_timestamp() + %(lead)s::float8 * interval '1 second'
          THEN %(eta)s::timestamptz
          ELSE clock_timestamp() + %(republish)s::float8 * interval '1 second' END
- WHERE NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.id = %(id)s)
+ WHERE set_config('lock_timeout', '2s', true) IS NOT NULL  -- a key in another's open transaction: refuse, do not hang
+   AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.id = %(id)s)
    AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.tenant = %(tenant)s AND t.idempotency_key = %(key)s)
 ON CONFLICT DO NOTHING
 RETURNING j.seq, coalesce(j.eta <= clock_timestamp() + %(lead)s::float8 * interval '1 second', true) AS publish
@@ -54,7 +56,7 @@ LIMIT 1
 # The first delivery did not happen: let the sweeper try soon.
 PUBLISH_SOON: Final = """
 UPDATE {s}.job SET next_publish_at = greatest(clock_timestamp(), run_after), publishes = 0
- WHERE id = %(id)s AND status = 'queued' AND next_publish_at IS NOT NULL RETURNING id
+ WHERE id = ANY (%(ids)s) AND next_publish_at IS NOT NULL RETURNING id
 """
 
 # 2: a claim takes a new random token and a higher fence, only of a queued row, only on the database's clock; claim and

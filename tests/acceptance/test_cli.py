@@ -597,7 +597,10 @@ def test_a_broker_that_is_down_is_a_warning_of_one_line(
     make_cli: Callable[..., Shop], cli: Shop, place: dict[str, Any]
 ) -> None:
     job = cli.ran("shop.buy", "lost")
-    away = make_cli(**place, broker_url="redis://127.0.0.1:1/0", task_publish_retry=False)
+    fast = {"max_retries": 1, "interval_start": 0}
+    away = make_cli(
+        **place, broker_url="redis://127.0.0.1:1/0", task_publish_retry=False, broker_transport_options=fast
+    )
     found = away("resolve", f"{job}:1", "--happened", "--ref", "pay_1", "--reason", "seen")
     assert found.code == 0
     assert "outcome_confirmed" in found.out

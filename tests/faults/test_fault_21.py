@@ -10,6 +10,7 @@ from celery import Celery
 from celery_safe_effects.testing import eventually
 from example_project.provider_client import Provider
 from tests.support.faults2 import becomes, job_row, ledger, log, operation_row
+from tests.support.names import PROVIDER_VARIABLE
 from tests.support.processes import FAST, Workers
 from tests.support.services import Sql
 
@@ -86,7 +87,7 @@ def killed_after_acceptance(app: Celery, workers: Workers, provider: Provider, t
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
 def test_fault_24_the_provider_forgets_the_key_while_lookups_are_down(
-    app: Celery, workers: Workers, provider: Provider, sql: Sql
+    app: Celery, workers: Workers, provider: Provider, sql: Sql, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider.control(kind="charge_both", forget_after=5)
     provider.control(lookup_status=503)
@@ -106,6 +107,7 @@ def test_fault_24_the_provider_forgets_the_key_while_lookups_are_down(
     assert provider.received("charge_both") == 1
 
     provider.control(lookup_status=None)
+    monkeypatch.setenv(PROVIDER_VARIABLE, provider.url)
     app.safe_effects.reconcile([key])
     assert operation_row(sql, key)["status"] == "outcome_confirmed"
     job = becomes(sql, job_id, "succeeded")

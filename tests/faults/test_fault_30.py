@@ -25,6 +25,7 @@ pytestmark = pytest.mark.faults
 REDIS = pytest.mark.parametrize("broker", ["redis"], indirect=True)
 
 
+@pytest.mark.slow
 @REDIS
 def test_fault_30_connections_opened_at_import_do_not_reach_the_children(
     app: Celery,
@@ -43,7 +44,7 @@ def test_fault_30_connections_opened_at_import_do_not_reach_the_children(
             app.tasks["tests.backend"].apply_async(producer=producer, ignore_result=True)
     worker = workers("a", concurrency=4)
     ended = "SELECT count(*) AS n FROM jobs WHERE status = 'succeeded'"
-    eventually(lambda: sql(ended)[0]["n"] == jobs, 40, interval=0.3, message="all of them ran")
+    eventually(lambda: sql(ended)[0]["n"] == jobs, 90, interval=0.3, message="all of them ran")
     own_postgres.configure(synchronous_commit=True)
     children = set(worker.children())
     backends: dict[int, set[int]] = defaultdict(set)

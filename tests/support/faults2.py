@@ -197,27 +197,29 @@ def not_reaching(op: Operation, how: str) -> Outcome[Row]:
 
 _LATER = """
 import sys, time
-sys.path[:0] = sys.argv[4].split(":")
+kind, key, url, gate, paths = sys.argv[1:]
+sys.path[:0] = paths.split(":")
 from example_project.provider_client import Provider
-time.sleep(float(sys.argv[3]))
-Provider(sys.argv[1]).call(sys.argv[5], sys.argv[2])
+while not Provider(url).ledger(key, gate):
+    time.sleep(0.1)
+Provider(url).call(kind, key)
 """
 
 
-def _by_another_process(kind: str, op: Operation, delay: float) -> Outcome[Row]:
-    # As a daemon: it belongs to nobody, and survives whatever happens to the worker.
-    command = [sys.executable, "-c", _LATER, provider().url, op.key, str(delay), ":".join(sys.path), kind]
+def _by_another_process(kind: str, op: Operation) -> Outcome[Row]:
+    # As a daemon: it belongs to nobody, survives whatever happens to the worker, and sends when the test lets it.
+    command = [sys.executable, "-c", _LATER, kind, op.key, provider().url, OPEN, ":".join(sys.path)]
     subprocess.run(
         ["sh", "-c", 'setsid "$@" </dev/null >/dev/null 2>&1 &', "sh", *command], check=True, start_new_session=True
     )
-    gate(f"{op.job_id}/{op.attempt}")
+    gate(op.key)
     return Outcome(op.key)
 
 
 @effect(name="detached", deadline=DEADLINE, lookup_lag=LOOKUP_LAG, detached=True)
-def detached(op: Operation, delay: float) -> Outcome[Row]:
+def detached(op: Operation) -> Outcome[Row]:
     """Lets another process do it, and says so."""
-    return _by_another_process("detached", op, delay)
+    return _by_another_process("detached", op)
 
 
 @detached.lookup
@@ -272,9 +274,9 @@ def add_tasks(app: Celery) -> None:
         return branch
 
     @task("detached", [detached])
-    def by_another(self: Any, delay: float) -> Any:
+    def by_another(self: Any) -> Any:
         """An effect that another process has."""
-        return detached(delay).ref
+        return detached().ref
 
     @task("backend", [])
     def backend(self: Any) -> list[int]:
