@@ -383,9 +383,10 @@ class SafeEffects:
         """
         if not self.store.rows("RETRY", id=job_id, reason=reason, actor=f"operator:{actor}"):
             job = self.job(job_id)
+            why = f" ({job.reason})" if job.reason else ""
             raise NotAllowed(
-                f"job {job_id} is {job.status}{f' ({job.reason})' if job.reason else ''}; only failed and cancelled jobs, and parked ones without "
-                "an unresolved operation, are retried; nothing was changed"
+                f"job {job_id} is {job.status}{why}; only failed and cancelled jobs, and parked ones without an "
+                "unresolved operation, are retried; nothing was changed"
             )
         self.announce(f"operator:{actor}", job_id)
         self.publisher.deliver_now(job_id)

@@ -113,7 +113,7 @@ def _environment() -> Path:
 def _fingerprint() -> str:
     digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
     # An editable installation and its scripts hold both paths.
-    for part in (sys.version, _BASE, str(ROOT), _extras()):
+    for part in (sys.version, str(Path(_BASE).resolve()), str(ROOT), _extras()):
         digest.update(part.encode())
     return digest.hexdigest()
 

@@ -91,6 +91,11 @@ def _verdict(
     return values.NotHappened() if refused is None else values.Refused(refused)
 
 
+ACTOR = click.option(
+    "--actor", type=text, default=os_user, show_default="your user name", help="Who says so; it is recorded."
+)
+
+
 @command(check=_verdict)
 @click.argument("key", type=text)
 @click.option("--happened", is_flag=True, help="The provider did it; needs --ref.")
@@ -101,9 +106,7 @@ def _verdict(
 )
 @click.option("--refused", type=text, help="The provider said no, in these words.")
 @click.option("--reason", type=text, required=True, help="How you know; it is recorded.")
-@click.option(
-    "--actor", type=text, default=os_user, show_default="the user of this system", help="Who says so; it is recorded."
-)
+@ACTOR
 def resolve(
     console: Console,
     safe: SafeEffects,
@@ -156,21 +159,23 @@ def _in_words(verdict: Happened | NotHappened | Refused) -> str:
 @command()
 @click.argument("job", type=text)
 @click.option("--reason", type=text, required=True, help="Why; it is recorded.")
-def retry(console: Console, safe: SafeEffects, job: str, reason: str) -> Answer:
+@ACTOR
+def retry(console: Console, safe: SafeEffects, job: str, reason: str, actor: str) -> Answer:
     """Run a failed or cancelled JOB again, or a parked one without an open question.
 
     Attempts start anew. What its effects achieved is remembered, and not done again.
     """
-    row = safe.retry(job, reason)
+    row = safe.retry(job, reason, actor=actor)
     return Answer({"job": row}, [f"done: job {row.id} is {_state(row)}"])
 
 
 @command()
 @click.argument("job", type=text)
 @click.option("--reason", type=text, required=True, help="Why; it is recorded.")
-def cancel(console: Console, safe: SafeEffects, job: str, reason: str) -> Answer:
+@ACTOR
+def cancel(console: Console, safe: SafeEffects, job: str, reason: str, actor: str) -> Answer:
     """Cancel a JOB: at once where nobody works on it, else at its next checkpoint or effect."""
-    row = safe.cancel(job, reason)
+    row = safe.cancel(job, reason, actor=actor)
     if row.status == JobStatus.CANCELLED:
         text = f"done: job {row.id} is {_state(row)}"
     elif row.status in ENDED:
@@ -202,7 +207,7 @@ def republish(console: Console, safe: SafeEffects, job: tuple[str, ...]) -> Answ
     missed = len(rows) - published if rows else 0
     if missed > 0:
         lines += [f"{row.id} is {_state(row)}" for row in rows]
-        lines.append(f"{missed} of them had nothing that is due, or the broker did not take it")
+        lines.append(f"{missed} of them had nothing to publish, or the broker did not take it")
     return Answer({"published": published, "missed": max(0, missed)}, lines, ok=missed <= 0)
 
 

@@ -373,8 +373,11 @@ WITH due AS (
 UPDATE {s}.job j
    SET publishes = j.publishes + 1,
        next_publish_at = CASE WHEN j.status <> 'queued' AND j.publishes >= %(settle_tries)s THEN NULL
-           ELSE clock_timestamp() + LEAST(%(republish)s::float8 * 2 ^ LEAST(j.publishes, 16), 3600)
-                                    * interval '1 second' END
+           -- A job that came back from a run goes out again soon: its message may have gone to the very worker that
+           -- is paused or cut off.
+           ELSE clock_timestamp() + interval '1 second' * LEAST(3600, 2 ^ LEAST(j.publishes, 16) * CASE
+               WHEN j.status = 'queued' AND j.attempts > 0 THEN LEAST(%(republish)s::float8, 2 * %(ahead)s::float8)
+               ELSE %(republish)s::float8 END) END
   FROM due WHERE j.id = due.id
 RETURNING j.id, j.seq, j.task, j.status, j.envelope, j.generation, j.args_digest, j.retries, j.publishes, j.tenant,
           CASE WHEN j.run_after > clock_timestamp() THEN j.run_after END AS run_after, {async} AS a
@@ -449,7 +452,8 @@ UPDATE {s}.operation o
 RESUME: Final = """
 UPDATE {s}.job j SET status = 'queued', reason = %(reason)s, run_after = NULL, actor = %(actor)s
  WHERE j.id = %(id)s AND j.status = 'unknown' AND NOT j.held AND j.pending_status IS NULL AND j.open_ops = 0
-   AND (%(reason)s NOT LIKE 'policy:%%' OR j.attempts < j.max_attempts)
+   AND (j.attempts < j.max_attempts OR NOT EXISTS (
+        SELECT FROM {s}.operation o WHERE o.job_id = j.id AND o.status = 'unknown' AND NOT {s}.retained(o)))
    AND j.cancel_requested_at IS NULL
    AND NOT EXISTS (SELECT FROM {s}.operation o WHERE o.job_id = j.id AND o.status = 'unknown' AND NOT {s}.sendable(o))
 RETURNING j.id, j.task, j.status

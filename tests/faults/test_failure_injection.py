@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
+from celery_safe_effects import SafeEffectsError
 from celery_safe_effects.testing import EmbeddedPostgres, WorkerProcess, eventually
 from example_project.provider_client import Provider
 from tests.support.checks import (
@@ -231,6 +232,50 @@ def test_the_database_is_away_for_longer_than_the_lease(
     ]
     assert_log(sql, result.id, kept, swept, evidence, fenced)
     succeeded_once(sql, tool, result.id)
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_the_database_is_read_only_for_a_while(
+    app: Celery, workers: Workers, tool: Provider, sql: Sql, acks_late: bool
+) -> None:
+    """As in a failover, while the server at hand is no primary any more: one job has an outcome, another arrives."""
+
+    def read_only(value: str) -> None:
+        (row,) = sql("SELECT current_database() AS name")
+        sql(f"ALTER DATABASE {row['name']} SET default_transaction_read_only = {value}")
+        sql(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+
+    worker = workers("a", acks_late=acks_late, concurrency=2, conf={"safe_effects_lease_ttl": 20})
+    first = app.tasks["tests.charge"].apply_async(("cus_1", 500))
+    started(sql, tool, first.id)
+    worker.pause("parent")
+    errback = app.tasks["tests.errback"].s()
+    second = app.tasks["tests.mortal"].apply_async(("order-1",), link_error=errback)
+    read_only("on")
+    worker.resume("parent")
+    with pytest.raises(SafeEffectsError):
+        app.tasks["tests.charge"].apply_async(("cus_2", 500))
+    eventually(tool.ledger, 10, message="the tool is done")
+    eventually(lambda: f"[{second.id}] received" in worker.log(), 10, message="the second job was delivered")
+    with pytest.raises(AssertionError):
+        eventually(lambda: {first.state, second.state} & {"FAILURE", "SUCCESS"}, 1.5, message="an end that no row has")
+    assert tool.received("refund") == 0, "called without an intent"
+    read_only("off")
+
+    kept = [*CLAIMED, "1 intent_recorded > outcome_confirmed #1", "job running > succeeded #1"]
+    for result, kind in ((first, "charge"), (second, "refund")):
+        wait_status(sql, result.id, "succeeded")
+        assert_log(sql, result.id, kept)
+        assert_ledger(tool, sql, result.id)
+        assert tool.received(kind) == 1
+        eventually(lambda result=result: result.state == "SUCCESS", 10)
+    assert {row["id"] for row in sql("SELECT id FROM jobs")} == {first.id, second.id}, (
+        "an errback, or a half-written job"
+    )
+    assert_invariants(sql, tool)
 
 
 def test_a_lookup_hangs(app: Celery, workers: Workers, tool: Provider, sql: Sql, acks_late: bool) -> None:

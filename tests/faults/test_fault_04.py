@@ -16,13 +16,13 @@ from tests.support.services import Sql
 pytestmark = pytest.mark.faults
 
 RUNS = 3
-REASON = "lease_expired"
+REASON = "worker_lost"
 
 
 @pytest.fixture
 def app_conf(app_conf: dict[str, Any]) -> dict[str, Any]:
-    """Three attempts."""
-    app_conf.update(safe_effects_max_attempts=RUNS, safe_effects_lease_ttl=1.5)
+    """Three attempts, and a lease that is not what ends them."""
+    app_conf.update(safe_effects_max_attempts=RUNS, safe_effects_lease_ttl=20)
     return app_conf
 
 

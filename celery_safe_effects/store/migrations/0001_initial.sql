@@ -192,16 +192,20 @@ CREATE FUNCTION {schema}.pending_end(j {schema}.job, wish text) RETURNS text LAN
         WHEN j.cancel_requested_at IS NOT NULL THEN 'cancelled' END
 $$;
 
--- May an unknown operation be sent again? Only while the provider still retains its key, once the earlier request can
--- no longer be in flight and a lookup (where there is one) found nothing; or by the author's declared policy.
-CREATE FUNCTION {schema}.sendable(o {schema}.operation) RETURNS boolean LANGUAGE sql AS $$
+-- The resend rule: the provider still retains the key, the earlier request can no longer be in flight, and a lookup
+-- (where there is one) found nothing.
+CREATE FUNCTION {schema}.retained(o {schema}.operation) RETURNS boolean LANGUAGE sql AS $$
     SELECT coalesce(
-        o.status = 'unknown' AND (
-            (o.idempotent_for IS NOT NULL
-             AND clock_timestamp() + coalesce(o.deadline, interval '0') < o.first_intent_at + o.idempotent_for
-             AND (o.gone_at IS NOT NULL OR clock_timestamp() >= o.deadline_at)
-             AND (NOT o.has_lookup OR o.absent_at IS NOT NULL))
-            OR (o.if_unknown = 'send_again' AND o.policy_at IS NOT NULL)), false)
+        o.status = 'unknown' AND o.idempotent_for IS NOT NULL
+        AND clock_timestamp() + coalesce(o.deadline, interval '0') < o.first_intent_at + o.idempotent_for
+        AND (o.gone_at IS NOT NULL OR clock_timestamp() >= o.deadline_at)
+        AND (NOT o.has_lookup OR o.absent_at IS NOT NULL), false)
+$$;
+
+-- May an unknown operation be sent again? By the resend rule, or by the author's declared policy.
+CREATE FUNCTION {schema}.sendable(o {schema}.operation) RETURNS boolean LANGUAGE sql AS $$
+    SELECT {schema}.retained(o)
+        OR (o.status = 'unknown' AND o.if_unknown = 'send_again' AND o.policy_at IS NOT NULL)
 $$;
 
 CREATE FUNCTION {schema}.job_before_update() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -256,7 +260,10 @@ BEGIN
             END IF;
             -- A job that leaves unknown on recorded grounds has not failed an attempt: it may finish its replay. A
             -- policy that sends again is not such a ground: its runs stay bounded.
-            IF OLD.status = 'unknown' AND coalesce(NEW.reason, '') NOT LIKE 'policy:%' THEN
+            IF OLD.status = 'unknown' AND NOT (NEW.unknown_ops > 0 AND EXISTS (
+                SELECT FROM {schema}.operation o
+                 WHERE o.job_id = NEW.id AND o.status = 'unknown' AND NOT {schema}.retained(o)))
+            THEN
                 NEW.max_attempts := OLD.max_attempts + 1;
             END IF;
         ELSE

@@ -1,0 +1,768 @@
+"""What a job does, run in this process (``task.apply``) on real PostgreSQL: replay, steps, verdicts, policies, ends."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from celery.exceptions import Ignore, Reject, Retry
+
+from celery_safe_effects import (
+    EffectRefused,
+    Happened,
+    NoActiveJob,
+    NotHappened,
+    OperationBusy,
+    Outcome,
+    OutcomeUnknown,
+    Refused,
+    ReplayMismatch,
+    SafeEffects,
+    SafeTask,
+    StepNameRequired,
+    UndeclaredEffect,
+    Unresolved,
+    effect,
+    signals,
+)
+from celery_safe_effects.errors import NotAllowed
+from tests.support.services import Sql
+
+_names = (f"jobs.{n}" for n in itertools.count())
+
+
+class Declined(Exception):
+    pass
+
+
+class Lab:
+    """An app whose tasks run here, and the record of every call that reached the provider."""
+
+    def __init__(self, database_url: str, sql: Sql) -> None:
+        self.app = Celery("lab", broker="memory://", backend="cache+memory://", set_as_current=False)
+        self.app.conf.update(
+            safe_effects_database_url=database_url,
+            safe_effects_max_connections=8,
+            safe_effects_reconcile_interval=0.2,
+            safe_effects_sweep_interval=0.2,
+        )
+        self.safe = SafeEffects(self.app)
+        self.sql = sql
+        self.calls: list[tuple[str, str]] = []
+        self.behaviour: dict[str, Any] = {}
+        self.verdict: Any = Unresolved("not asked")
+
+    def effect(self, name: str, *, lookup: bool = False, **options: Any) -> Any:
+        """An effect that is counted; ``behaviour[name]`` is raised, called, or returned."""
+
+        @effect(name=next(_names), **options)
+        def made(op: Any, *args: Any) -> Any:
+            self.calls.append((name, op.key))
+            wanted = self.behaviour.get(name)
+            if isinstance(wanted, BaseException):
+                raise wanted
+            return wanted(op, *args) if callable(wanted) else Outcome(f"{name}-{len(self.calls)}", list(args))
+
+        if lookup:
+            made.lookup(lambda op: self.verdict(op) if callable(self.verdict) else self.verdict)
+        return made
+
+    def task(self, body: Callable[..., Any], **options: Any) -> Any:
+        body.__name__ = "body"
+        return self.app.task(base=SafeTask, bind=True, shared=False, name=next(_names), **options)(body)
+
+    def crash(self, task: Any) -> None:
+        """The worker is gone: nothing that it writes from here on matches, and the sweep found its lease over."""
+        job = task.job.id
+        self.sql("UPDATE job SET lease_until = clock_timestamp() - interval '1 s' WHERE id = %s", job)
+        self.safe.sweep()
+        self.sql("UPDATE job SET run_after = NULL WHERE id = %s", job)
+        raise SystemExit
+
+    def run(self, task: Any, *args: Any, job: str | None = None) -> str:
+        """Deliver a job once; returns its id."""
+        job = job or str(uuid4())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.safe.publisher, "deliver_now", lambda *ids: 0)
+            task.apply(args, task_id=job)
+        return job
+
+    def status(self, job: str) -> str:
+        return str(self.row(job)["status"])
+
+    def row(self, job: str) -> dict[str, Any]:
+        return self.sql("SELECT * FROM jobs WHERE id = %s", job)[0]
+
+    def operations(self, job: str) -> dict[str, str]:
+        rows = self.sql("SELECT step, status FROM operations WHERE job_id = %s ORDER BY first_intent_at", job)
+        return {row["step"]: row["status"] for row in rows}
+
+    def reconcile(self) -> dict[str, int]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.safe.publisher, "deliver_now", lambda *ids: 0)
+            keys = [row["key"] for row in self.sql("SELECT key FROM operations WHERE status = 'unknown'")]
+            return self.safe.reconcile(keys).results
+
+    def make_gone(self) -> None:
+        self.sql("UPDATE operation SET gone_at = now() WHERE status = 'unknown'")
+
+    def past_deadline(self) -> None:
+        self.sql(
+            "UPDATE operation SET deadline_at = now() - interval '1 s', absent_from = now() - interval '1 s'"
+            " WHERE status = 'unknown'"
+        )
+
+
+@pytest.fixture
+def lab(database_url: str, sql: Sql) -> Iterator[Lab]:
+    made = Lab(database_url, sql)
+    yield made
+    made.safe.close()
+    made.app.close()
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_replay_returns_what_is_recorded_and_calls_only_what_is_new(lab: Lab) -> None:
+    a, b, c = lab.effect("a", lookup=True), lab.effect("b", lookup=True), lab.effect("c", lookup=True)
+    seen = []
+
+    def body(self: Any) -> Any:
+        first = a(1)
+        second = b(first.ref)
+        seen.append((first.replayed, second.replayed, second.result))
+        if self.job.attempt == 1:
+            lab.crash(self)
+        return c(second.ref).ref
+
+    task = lab.task(body, effects=[a, b, c])
+    job = lab.run(task)
+    assert lab.status(job) == "queued"
+    lab.run(task, job=job)
+    assert lab.row(job)["outcome_ref"] == "c-3"
+    assert [name for name, _ in lab.calls] == ["a", "b", "c"]
+    assert [key for _, key in lab.calls] == [f"{job}:1", f"{job}:2", f"{job}:3"]
+    assert seen == [(False, False, ["a-1"]), (True, True, ["a-1"])]
+
+
+def test_the_result_is_json_on_the_first_call_too(lab: Lab) -> None:
+    a = lab.effect("a")
+    lab.behaviour["a"] = lambda op: Outcome("r", {"t": (1, 2), 3: "x"})
+    seen = []
+    task = lab.task(lambda self: seen.append(a().result), effects=[a])
+    lab.run(task)
+    assert seen == [{"t": [1, 2], "3": "x"}]
+
+
+@pytest.mark.parametrize("change", ["effect", "arguments"])
+def test_another_call_at_a_recorded_step_parks_the_job_even_if_it_is_swallowed(lab: Lab, change: str) -> None:
+    a, b = lab.effect("a"), lab.effect("b")
+
+    def body(self: Any) -> Any:
+        try:
+            if self.job.attempt == 1:
+                a(1)
+                lab.crash(self)
+            return (b(1) if change == "effect" else a(2)).ref
+        except ReplayMismatch:
+            return "swallowed"
+
+    task = lab.task(body, effects=[a, b])
+    job = lab.run(task)
+    lab.run(task, job=job)
+    row = lab.row(job)
+    assert (row["status"], row["reason"]) == ("unknown", "replay_mismatch")
+    assert len(lab.calls) == 1
+    assert lab.operations(job) == {"1": "outcome_confirmed"}
+    assert lab.reconcile() == {}, "nobody but an operator moves it"
+    lab.safe.retry(job, "the code is mended")
+    assert lab.status(job) == "queued"
+
+
+def test_a_repeatable_effect_is_asked_again_after_a_crash_and_answers_the_same_on_replay(lab: Lab) -> None:
+    ask, tool = lab.effect("ask", repeatable=True), lab.effect("tool", lookup=True)
+    answers = iter(["first", "second", "third"])
+    lab.behaviour["ask"] = lambda op: next(answers)
+    told = []
+
+    def body(self: Any) -> Any:
+        told.append(ask().result)
+        if self.job.attempt == 1:
+            lab.crash(self)
+        return tool().ref
+
+    task = lab.task(body, effects=[ask, tool])
+    job = lab.run(task)
+    assert lab.operations(job) == {"1": "outcome_confirmed"}
+    lab.run(task, job=job)
+    assert told == ["first", "first"]
+    assert lab.status(job) == "succeeded"
+
+
+def test_a_repeatable_effect_that_raises_is_never_unknown_and_is_asked_again(lab: Lab) -> None:
+    ask = lab.effect("ask", repeatable=True)
+    lab.behaviour["ask"] = TimeoutError("slow model")
+    task = lab.task(lambda self: ask().result, effects=[ask])
+    job = lab.run(task)
+    assert lab.operations(job) == {"1": "not_happened"}
+    assert lab.status(job) == "failed"
+    lab.behaviour["ask"] = lambda op: "answer"
+    lab.safe.retry(job, "again")
+    lab.run(task, job=job)
+    assert lab.row(job)["result"] == "answer"
+    assert lab.row(job)["outcome_ref"] == f"result:{job}"
+
+
+# -- what an exception proves ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "raised", [ValueError("?"), Retry(), Ignore(), Reject("?"), KeyboardInterrupt(), SystemExit(1)]
+)
+def test_any_exception_outside_the_lists_is_unknown_and_parks(lab: Lab, raised: BaseException) -> None:
+    a, b = lab.effect("a", not_happened_on=ConnectionRefusedError), lab.effect("b")
+    lab.behaviour["a"] = raised
+
+    def body(self: Any) -> Any:
+        try:
+            a()
+        except Exception:
+            pytest.fail("OutcomeUnknown must pass")
+        return b().ref
+
+    job = lab.run(lab.task(body, effects=[a, b]))
+    assert lab.operations(job) == {"1": "unknown"}
+    assert lab.status(job) == "unknown"
+    assert lab.calls == [("a", f"{job}:1")]
+
+
+def test_a_swallowed_unknown_still_parks_and_nothing_further_starts(lab: Lab) -> None:
+    a, b = lab.effect("a"), lab.effect("b")
+    lab.behaviour["a"] = ValueError("?")
+
+    def body(self: Any) -> Any:
+        with contextlib.suppress(BaseException):
+            a()
+        with contextlib.suppress(OutcomeUnknown):
+            b()
+        return "done"
+
+    job = lab.run(lab.task(body, effects=[a, b]))
+    assert lab.status(job) == "unknown"
+    assert [name for name, _ in lab.calls] == ["a"]
+
+
+def test_a_refusal_is_raised_with_its_cause_and_the_same_again_on_replay(lab: Lab) -> None:
+    a, b = lab.effect("a", refused_on=Declined), lab.effect("b")
+    lab.behaviour["a"] = Declined("no funds", 402)
+    causes = []
+
+    def body(self: Any) -> Any:
+        try:
+            a()
+        except EffectRefused as exc:
+            causes.append(exc.__cause__)
+        if self.job.attempt == 1:
+            lab.crash(self)
+        return b().ref
+
+    task = lab.task(body, effects=[a, b])
+    job = lab.run(task)
+    lab.behaviour["a"] = None
+    lab.run(task, job=job)
+    assert [(type(c), c.args) for c in causes] == [(Declined, ("no funds", 402))] * 2  # type: ignore[union-attr]
+    assert lab.operations(job) == {"1": "refused", "2": "outcome_confirmed"}
+
+
+def test_what_did_not_happen_is_sent_again_only_as_the_last_step(lab: Lab) -> None:
+    a, b = lab.effect("a", not_happened_on=ConnectionRefusedError), lab.effect("b")
+    lab.behaviour["a"] = ConnectionRefusedError(111, "refused")
+    seen = []
+
+    def body(self: Any) -> Any:
+        try:
+            ref = a().ref
+        except ConnectionRefusedError as exc:
+            seen.append(exc.args)
+            ref = b().ref
+        if self.job.attempt == 1:
+            lab.crash(self)
+        return ref
+
+    task = lab.task(body, effects=[a, b])
+    job = lab.run(task)
+    lab.behaviour["a"] = None
+    lab.run(task, job=job)
+    assert lab.row(job)["result"] == "b-2"
+    assert [name for name, _ in lab.calls] == ["a", "b"], "the primary is not sent behind its fallback"
+    assert seen == [(111, "refused")] * 2
+
+
+def test_an_uncaught_not_happened_runs_again_under_the_same_key_until_attempts_are_over(lab: Lab) -> None:
+    a = lab.effect("a", not_happened_on=ConnectionRefusedError)
+    lab.behaviour["a"] = ConnectionRefusedError(111, "refused")
+    task = lab.task(lambda self: a().ref, effects=[a], max_attempts=2)
+    job = lab.run(task)
+    assert (lab.status(job), lab.row(job)["reason"]) == ("queued", "not_happened")
+    lab.sql("UPDATE job SET run_after = NULL")
+    lab.run(task, job=job)
+    assert (lab.status(job), lab.row(job)["reason"]) == ("failed", "max_attempts")
+    assert lab.calls == [("a", f"{job}:1")] * 2
+
+
+def test_an_error_of_the_body_between_effects_fails_the_job(lab: Lab) -> None:
+    a = lab.effect("a")
+
+    def body(self: Any) -> Any:
+        a()
+        raise ValueError("a bug")
+
+    job = lab.run(lab.task(body, effects=[a]))
+    assert (lab.status(job), lab.row(job)["last_error"]) == ("failed", "ValueError: a bug")
+
+
+# -- which effects, which steps ----------------------------------------------------------------------------------------
+
+
+def test_an_undeclared_effect_is_refused_before_anything_is_recorded(lab: Lab) -> None:
+    a, b = lab.effect("a"), lab.effect("b")
+    for options in ({"effects": [a]}, {"effects": []}):
+        job = lab.run(lab.task(lambda self: b().ref, **options))
+        assert "UndeclaredEffect" in lab.row(job)["last_error"]
+        assert lab.operations(job) == {}
+    assert lab.calls == []
+
+
+def test_an_unnamed_call_while_another_is_open_needs_a_name(lab: Lab) -> None:
+    a, b = lab.effect("a"), lab.effect("b")
+    errors = []
+
+    def nested(op: Any) -> Any:
+        try:
+            b()
+        except StepNameRequired as exc:
+            errors.append(exc)
+        try:
+            a.step("outer")()
+        except OperationBusy as exc:
+            errors.append(exc)
+        return Outcome("a")
+
+    lab.behaviour["a"] = nested
+    job = lab.run(lab.task(lambda self: a.step("outer")().ref, effects=[a, b]))
+    assert [type(e) for e in errors] == [StepNameRequired, OperationBusy]
+    assert lab.operations(job) == {"outer": "outcome_confirmed"}
+
+
+def test_named_steps_overlap_in_threads(lab: Lab) -> None:
+    a = lab.effect("a")
+    barrier = threading.Barrier(3, timeout=10)
+    lab.behaviour["a"] = lambda op, n: (barrier.wait(), Outcome(f"ref-{n}"))[1]
+
+    def body(self: Any) -> Any:
+        import contextvars
+
+        refs: dict[int, str] = {}
+        threads = []
+        for n in range(3):
+            context = contextvars.copy_context()
+            call = lambda n=n: refs.__setitem__(n, a.step(f"tool-{n}")(n).ref)  # noqa: E731
+            threads.append(threading.Thread(target=context.run, args=(call,)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return refs
+
+    job = lab.run(lab.task(body, effects=[a]))
+    assert lab.row(job)["result"] == {"0": "ref-0", "1": "ref-1", "2": "ref-2"}
+    assert set(lab.operations(job).values()) == {"outcome_confirmed"}
+
+
+def test_outside_a_job_there_is_none(lab: Lab) -> None:
+    a = lab.effect("a")
+    task = lab.task(lambda self: self.job, effects=[a])
+    with pytest.raises(NoActiveJob):
+        a()
+    with pytest.raises(NoActiveJob):
+        task()
+    assert lab.calls == []
+
+
+def test_redacted_arguments_are_kept_out_of_the_record(lab: Lab) -> None:
+    seen = []
+
+    @effect(name=next(_names), redact=["card"])
+    def pay(op: Any, customer: str, card: str) -> Any:
+        seen.append((dict(op.arguments), card))
+        return "ref"
+
+    task = lab.task(lambda self: pay("c", "4111").ref, effects=[pay])
+    job = lab.run(task)
+    assert seen == [({"customer": "c"}, "4111")]
+    assert lab.sql("SELECT args FROM operations WHERE job_id = %s", job) == [{"args": {"customer": "c"}}]
+
+
+# -- keyed -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_business_key_is_called_once_for_all_jobs(lab: Lab) -> None:
+    a = lab.effect("a", lookup=True)
+    lab.behaviour["a"] = ValueError("?")
+    seen = []
+
+    def body(self: Any) -> Any:
+        outcome = a.keyed("invoice-7")(5)
+        seen.append(outcome.replayed)
+        return outcome.ref
+
+    task = lab.task(body, effects=[a])
+    first, second = lab.run(task), lab.run(task)
+    row = lab.row(second)
+    key = f"default/{a.name}/invoice-7"
+    assert (row["status"], row["reason"], row["attempts"]) == ("queued", f"waiting_for:{key}", 0)
+    lab.verdict = Happened("paid", {"cents": 5})
+    lab.reconcile()
+    due = lab.sql("SELECT id FROM job WHERE status = 'queued' AND next_publish_at <= clock_timestamp()")
+    assert {r["id"] for r in due} == {first, second}, "the resolution wakes both"
+    for job in (second, first):
+        lab.run(task, job=job)
+        assert lab.row(job)["result"] == "paid"
+    assert seen == [True, True]
+    assert len(lab.calls) == 1
+
+
+def test_a_business_key_with_other_arguments_is_a_conflict(lab: Lab) -> None:
+    a = lab.effect("a")
+    task = lab.task(lambda self, cents: a.keyed("invoice-8")(cents).ref, effects=[a])
+    lab.run(task, 5)
+    job = lab.run(task, 6)
+    assert "IdempotencyConflict" in lab.row(job)["last_error"]
+    assert len(lab.calls) == 1
+
+
+# -- reconciliation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("keyed", [False, True])
+def test_when_an_absence_counts(lab: Lab, keyed: bool, late: bool, gone: bool) -> None:
+    """Only after deadline and lag; without a key, only if the sender is gone too. The table of the contract's §4."""
+    options: dict[str, Any] = {"idempotent_for": timedelta(hours=1)} if keyed else {}
+    a = lab.effect("a", lookup=True, **options)
+    lab.behaviour["a"] = ValueError("?")
+    task = lab.task(lambda self: a().ref, effects=[a])
+    job = lab.run(task)
+    lab.verdict = NotHappened("no such key")
+    if late:
+        lab.past_deadline()
+    if gone:
+        lab.make_gone()
+    lab.reconcile()
+    assert lab.operations(job)["1"] == ("not_happened" if late and gone else "unknown")
+    assert lab.status(job) == ("queued" if late and (gone or keyed) else "unknown")
+    lab.behaviour["a"] = None
+    if lab.status(job) == "queued":
+        lab.run(task, job=job)
+        assert lab.status(job) == "succeeded"
+        assert lab.calls == [("a", f"{job}:1")] * 2
+        assert lab.safe.operation(f"{job}:1").attempt == 2
+    else:
+        lab.run(task, job=job)
+        assert len(lab.calls) == 1
+
+
+def test_a_key_alone_is_sent_again_while_it_is_retained_and_not_after(lab: Lab) -> None:
+    a = lab.effect("a", idempotent_for=timedelta(hours=1))
+    lab.behaviour["a"] = ValueError("?")
+    task = lab.task(lambda self: a().ref, effects=[a])
+    job, other = lab.run(task), lab.run(task)
+    lab.reconcile()
+    assert {lab.status(job), lab.status(other)} == {"unknown"}, "the first request may still be in flight"
+    lab.past_deadline()
+    # The guard against changing it is the trigger's; here the clock cannot be turned instead.
+    lab.sql("ALTER TABLE operation DISABLE TRIGGER USER")
+    lab.sql("UPDATE operation SET first_intent_at = first_intent_at - interval '2 h' WHERE job_id = %s", other)
+    lab.sql("ALTER TABLE operation ENABLE TRIGGER USER")
+    lab.reconcile()
+    assert (lab.status(job), lab.status(other)) == ("queued", "unknown")
+    lab.behaviour["a"] = None
+    lab.run(task, job=job)
+    lab.run(task, job=other)
+    assert lab.status(job) == "succeeded"
+    first, second = [key for _, key in lab.calls if key.startswith(job)]
+    assert first == second
+    assert len([key for _, key in lab.calls if key.startswith(other)]) == 1
+
+
+@pytest.mark.parametrize("policy", ["park", "assume_happened", "send_again"])
+def test_the_authors_policy_applies_after_the_deadline_and_is_recorded_as_such(lab: Lab, policy: str) -> None:
+    a = lab.effect("a", if_unknown=policy)
+    lab.behaviour["a"] = ValueError("?")
+    task = lab.task(lambda self: a().ref, effects=[a])
+    job = lab.run(task)
+    lab.reconcile()
+    assert lab.status(job) == "unknown", "not before the deadline"
+    lab.past_deadline()
+    results = lab.reconcile()
+    assert results == {"park": {"parked": 1}}.get(policy, {f"policy_{policy}": 1})
+    lab.behaviour["a"] = None
+    lab.run(task, job=job)
+    assert lab.status(job) == ("unknown" if policy == "park" else "succeeded")
+    assert len(lab.calls) == (2 if policy == "send_again" else 1)
+    reasons = {r["reason"] for r in lab.sql("SELECT reason FROM transitions WHERE job_id = %s", job)}
+    assert (f"policy:{policy}" in {(r or "")[: len(f"policy:{policy}")] for r in reasons}) is (policy != "park")
+
+
+def test_send_again_is_bounded_by_the_attempts(lab: Lab) -> None:
+    a = lab.effect("a", if_unknown="send_again")
+    lab.behaviour["a"] = ValueError("?")
+    task = lab.task(lambda self: a().ref, effects=[a], max_attempts=3)
+    job = lab.run(task)
+    for _ in range(6):
+        lab.past_deadline()
+        lab.reconcile()
+        lab.run(task, job=job)
+    assert len(lab.calls) == 3
+    assert lab.status(job) == "unknown"
+
+
+def test_a_refusal_found_by_the_lookup_is_a_refusal(lab: Lab) -> None:
+    a = lab.effect("a", lookup=True)
+    lab.behaviour["a"] = ValueError("?")
+    task = lab.task(lambda self: a().ref, effects=[a])
+    job = lab.run(task)
+    lab.verdict = Refused(Declined("no funds"))
+    lab.reconcile()
+    assert lab.operations(job) == {"1": "refused"}
+    lab.run(task, job=job)
+    assert (lab.status(job), len(lab.calls)) == ("failed", 1)
+    assert "EffectRefused" in lab.row(job)["last_error"]
+
+
+def test_a_verdict_belongs_to_the_attempt_that_was_asked_about(lab: Lab) -> None:
+    """Asked about attempt 1; before the answer is written, attempt 2 was sent and is unknown: the answer is dropped."""
+    a = lab.effect("a", lookup=True, idempotent_for=timedelta(hours=1))
+    lab.behaviour["a"] = ValueError("?")
+    task = lab.task(lambda self: a().ref, effects=[a])
+    job = lab.run(task)
+    lab.past_deadline()
+
+    def asked(op: Any) -> Any:
+        lab.verdict = NotHappened()
+        lab.reconcile()
+        lab.run(task, job=job)
+        assert lab.safe.operation(f"{job}:1").attempt == 2
+        lab.make_gone()
+        lab.past_deadline()
+        return NotHappened("about attempt 1")
+
+    lab.verdict = asked
+    lab.reconcile()
+    assert lab.operations(job) == {"1": "unknown"}
+    assert len(lab.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("verdict", "status", "ends"),
+    [(Happened("seen"), "outcome_confirmed", "succeeded"), (NotHappened(), "not_happened", "succeeded"),
+     (Refused("no"), "refused", "failed")],
+)  # fmt: skip
+def test_an_operators_word_is_recorded_with_actor_and_reason(lab: Lab, verdict: Any, status: str, ends: str) -> None:
+    a = lab.effect("a")
+    lab.behaviour["a"] = ValueError("?")
+    task = lab.task(lambda self: a().ref, effects=[a])
+    job = lab.run(task)
+    for reason in ("", "  "):
+        with pytest.raises(NotAllowed, match="reason"):
+            lab.safe.resolve(f"{job}:1", verdict, actor="ops", reason=reason)
+    row = lab.safe.resolve(f"{job}:1", verdict, actor="ops", reason="seen in the bank's list")
+    assert (row.status, row.resolved_by) == (status, "operator:ops")
+    with pytest.raises(NotAllowed):
+        lab.safe.resolve(f"{job}:1", verdict, actor="ops", reason="twice")
+    log = lab.safe.transitions(job)
+    assert [(t.actor, t.reason) for t in log if t.to_status == status] == [("operator:ops", "seen in the bank's list")]
+    lab.behaviour["a"] = None
+    lab.run(task, job=job)
+    assert lab.status(job) == ends
+
+
+# -- late outcomes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resent", [False, True])
+def test_a_late_outcome_confirms_its_own_operation_and_a_second_one_is_a_double_effect(lab: Lab, resent: bool) -> None:
+    """The worker is fenced out during its call; the operator's word (or nobody) sends it again before it returns."""
+    a = lab.effect("a")
+    doubles: list[dict[str, Any]] = []
+    receiver = lambda **kwargs: doubles.append(kwargs)  # noqa: E731
+    signals.double_effect.connect(receiver)
+    task = lab.task(lambda self: a().ref, effects=[a])
+    job = str(uuid4())
+
+    def slow(op: Any) -> Any:
+        lab.sql("UPDATE job SET lease_until = clock_timestamp() - interval '1 s' WHERE id = %s", job)
+        lab.safe.sweep()
+        assert lab.operations(job) == {"1": "unknown"}
+        if resent:
+            lab.behaviour["a"] = None
+            lab.safe.resolve(op.key, NotHappened(), actor="ops", reason="a wrong guess")
+            lab.sql("UPDATE job SET run_after = NULL")
+            threading.Thread(target=lab.run, args=(task,), kwargs={"job": job}).run()
+        return Outcome("late")
+
+    lab.behaviour["a"] = slow
+    lab.run(task, job=job)
+    signals.double_effect.disconnect(receiver)
+    operation = lab.safe.operation(f"{job}:1")
+    assert operation.status == "outcome_confirmed"
+    if resent:
+        assert operation.provider_ref != "late", "evidence never overwrites"
+        assert [d["operation_key"] for d in doubles] == [f"{job}:1"]
+        assert lab.sql("SELECT value FROM counter WHERE name = 'double_effects'") == [{"value": 1}]
+    else:
+        assert operation.provider_ref == "late"
+        assert doubles == []
+        assert lab.status(job) == "queued"
+        lab.run(task, job=job)
+        assert lab.row(job)["result"] == "late"
+
+
+# -- whole body --------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_body_is_one_operation_and_its_outcome_is_the_end(lab: Lab) -> None:
+    seen = []
+
+    def body(self: Any, x: int) -> Any:
+        seen.append((self.job.operation.key, dict(self.job.operation.arguments), self.job.operation.remaining()))
+        return {"x": x}
+
+    job = lab.run(lab.task(body), 5)
+    assert seen == [(f"{job}:body", {"x": 5}, float("inf"))]
+    assert lab.operations(job) == {"body": "outcome_confirmed"}
+    assert (lab.status(job), lab.row(job)["outcome_ref"], lab.row(job)["result"]) == (
+        "succeeded",
+        f"{job}:body",
+        {"x": 5},
+    )
+
+
+@pytest.mark.parametrize("raised", [ValueError("?"), KeyboardInterrupt(), Ignore(), Reject("?")])
+def test_an_exception_of_a_whole_body_parks_it(lab: Lab, raised: BaseException) -> None:
+    def body(self: Any) -> Any:
+        raise raised
+
+    job = lab.run(lab.task(body))
+    assert (lab.status(job), lab.operations(job)) == ("unknown", {"body": "unknown"})
+
+
+def test_throws_of_a_whole_body_is_a_failure(lab: Lab) -> None:
+    def body(self: Any) -> Any:
+        raise Declined("no funds")
+
+    job = lab.run(lab.task(body, throws=(Declined,)))
+    assert (lab.status(job), lab.row(job)["last_error"]) == ("failed", "Declined: no funds")
+    assert lab.operations(job) == {"body": "refused"}
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_retry_is_a_statement_and_autoretry_is_not(lab: Lab, explicit: bool) -> None:
+    def body(self: Any) -> Any:
+        if explicit and self.request.retries == 0:
+            raise self.retry(countdown=0, exc=ValueError("again"))
+        if not explicit:
+            raise ValueError("?")
+        return "done"
+
+    task = lab.task(body, autoretry_for=(ValueError,), max_retries=3)
+    job = lab.run(task)
+    if explicit:
+        assert lab.status(job) in ("queued", "succeeded")
+        assert [t.to_status for t in lab.safe.transitions(job) if t.operation_key][:2] == [
+            "intent_recorded",
+            "not_happened",
+        ]
+    else:
+        assert (lab.status(job), lab.operations(job)) == ("unknown", {"body": "unknown"})
+
+
+def test_a_lookup_ends_a_parked_whole_body(lab: Lab) -> None:
+    def body(self: Any) -> Any:
+        raise ValueError("?")
+
+    task = lab.task(body, effect_options={"lookup": lambda op: Happened("found", {"n": 1})})
+    job = lab.run(task)
+    lab.reconcile()
+    row = lab.row(job)
+    assert (row["status"], row["outcome_ref"], row["result"]) == ("succeeded", "found", {"n": 1})
+
+
+# -- cancellation ------------------------------------------------------------------------------------------------------
+
+
+def test_no_effect_starts_after_the_cancel_committed(lab: Lab) -> None:
+    a, b = lab.effect("a"), lab.effect("b")
+
+    def body(self: Any) -> Any:
+        a()
+        lab.safe.cancel(self.job.id, "the customer left")
+        return b().ref
+
+    job = lab.run(lab.task(body, effects=[a, b]))
+    row = lab.row(job)
+    assert (row["status"], row["reason"]) == ("cancelled", "the customer left")
+    assert lab.operations(job) == {"1": "outcome_confirmed"}
+    assert [name for name, _ in lab.calls] == ["a"]
+
+
+def test_a_cancelled_job_with_an_open_question_parks_with_its_end(lab: Lab) -> None:
+    a = lab.effect("a")
+
+    def cancelled(op: Any) -> Any:
+        lab.safe.cancel(op.job_id, "the customer left")
+        raise ValueError("?")
+
+    lab.behaviour["a"] = cancelled
+    job = lab.run(lab.task(lambda self: a().ref, effects=[a]))
+    assert lab.status(job) == "unknown"
+    lab.safe.resolve(f"{job}:1", Happened("seen"), actor="ops", reason="seen")
+    row = lab.row(job)
+    assert (row["status"], row["reason"]) == ("cancelled", "the customer left")
+    assert lab.operations(job) == {"1": "outcome_confirmed"}
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_transition_is_announced_as_it_is_logged(lab: Lab) -> None:
+    told: list[Any] = []
+    receiver = lambda sender, row, **_: told.append((sender, row))  # noqa: E731
+    signals.job_transition.connect(receiver)
+    signals.operation_transition.connect(receiver)
+    a = lab.effect("a")
+    task = lab.task(lambda self: a().ref, effects=[a])
+    job = lab.run(task)
+    signals.job_transition.disconnect(receiver)
+    signals.operation_transition.disconnect(receiver)
+    assert sorted((row for _, row in told), key=lambda r: r.id) == lab.safe.transitions(job)
+    assert {sender for sender, _ in told} == {task.name}
+
+
+def test_a_receiver_that_raises_disturbs_nothing(lab: Lab) -> None:
+    def receiver(**_: Any) -> None:
+        raise RuntimeError
+
+    signals.job_transition.connect(receiver)
+    job = lab.run(lab.task(lambda self: 1, effects=[]))
+    signals.job_transition.disconnect(receiver)
+    assert lab.status(job) == "succeeded"
