@@ -483,7 +483,7 @@ class Execution:
             reason=reason,
             error=canonical.encode(error),
             delay=delay,
-            **self._outgoing(outgoing),
+            **self._outgoing(outgoing, status == "queued"),
         )
         if not rows:
             raise job._lost()
@@ -491,9 +491,11 @@ class Execution:
 
     # -- conclude ------------------------------------------------------------------------------------------------------
 
-    def _outgoing(self, outgoing: Envelope | None) -> dict[str, Any]:
+    def _outgoing(self, outgoing: Envelope | None, retried: bool) -> dict[str, Any]:
         if outgoing is None:
-            return {"envelope": None, "digest": None, "retries": None}
+            # apply() runs a retry itself and sends no message for it.
+            retries = self.request.retries + 1 if retried else None
+            return {"envelope": None, "digest": None, "retries": retries}
         data = outgoing.encode(outgoing.options.get("serializer") or self.task.app.conf.task_serializer)
         return {
             "envelope": data,
@@ -521,7 +523,7 @@ class Execution:
             "settle": end.settle,
             "generation": end.generation,
             "task": end.outgoing.task if end.generation is not None and end.outgoing is not None else None,
-            **self._outgoing(end.outgoing),
+            **self._outgoing(end.outgoing, isinstance(end.tell, Retry) and end.wish == "again"),
         }
         rows = self.store.insist("LEAVE", until=None, **params)
         if not rows:
