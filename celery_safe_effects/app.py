@@ -10,10 +10,11 @@ import psycopg
 
 from . import canonical, signals
 from .config import Config, from_conf
-from .effects import Effect, registered
+from .effects import Effect, all_effects, registered
 from .engine import failures, process
 from .engine.job import Hooks
 from .engine.lease import LeaseKeeper
+from .engine.prune import Pruned, Pruner
 from .engine.reconcile import Reconciled, Reconciler
 from .engine.sweep import Sweeper, Swept
 from .errors import ConfigurationError, NotAllowed, NotFound, SafeEffectsError
@@ -156,9 +157,15 @@ class SafeEffects:
             self.store,
             interval=self.config.reconcile_interval,
             find_effect=self.find_effect,
+            longest_lookup=self.longest_lookup,
             deliver_now=self.publisher.deliver_now,
             on_moved=self.announce,
         )
+
+    @property
+    def pruner(self) -> Pruner:
+        """The pruning of finished jobs."""
+        return Pruner(self.store)
 
     @property
     def prefork(self) -> bool:
@@ -200,6 +207,12 @@ class SafeEffects:
             if isinstance(known, SafeTask) and known.effects is None:
                 found = known.body()
         return found
+
+    def longest_lookup(self) -> float:
+        """Seconds that the slowest lookup of this process's effects may take."""
+        bodies = [self.app.tasks[name] for name in self.task_names()]
+        known = [*all_effects(), *(task.body() for task in bodies if task.effects is None)]
+        return max((found.options.lookup_timeout for found in known), default=0.0)
 
     # -- what happened elsewhere ---------------------------------------------------------------------------------------
 
@@ -251,6 +264,10 @@ class SafeEffects:
         """
         found: dict[str, Any] = self.store.rows("VIEW_OVERVIEW")[0]._asdict()
         return found
+
+    def prune(self) -> Pruned:
+        """Delete finished jobs past their retention now, in this process."""
+        return self.pruner.run("operator:prune")
 
     def job(self, job_id: str) -> JobRow:
         """One job.

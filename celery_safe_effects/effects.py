@@ -231,6 +231,11 @@ def registered(name: str) -> Effect[Any, Any] | None:
     return _registry.get(name)
 
 
+def all_effects() -> list[Effect[Any, Any]]:
+    """The effects that this process has imported."""
+    return list(_registry.values())
+
+
 def _register(found: Effect[Any, Any]) -> None:
     other = _registry.get(found.name)
     if other is not None and _place(other.fn) != _place(found.fn):

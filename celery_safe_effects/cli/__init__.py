@@ -33,6 +33,7 @@ for _command in (
     acting.republish,
     acting.sweep,
     acting.reconcile,
+    acting.prune,
 ):
     safe_effects.add_command(_command)
 

@@ -224,6 +224,13 @@ def sweep(console: Console, safe: SafeEffects) -> Answer:
     return Answer(swept, lines)
 
 
+@command()
+def prune(console: Console, safe: SafeEffects) -> Answer:
+    """Delete finished jobs past their retention; their ids and keys stay taken, as tombstones."""
+    pruned = safe.prune()
+    return Answer(pruned, [f"finished jobs deleted: {pruned.jobs}", f"old tombstones deleted: {pruned.tombstones}"])
+
+
 @command(modules=True)
 @click.argument("key", nargs=-1, type=text)
 def reconcile(console: Console, safe: SafeEffects, key: tuple[str, ...]) -> Answer:

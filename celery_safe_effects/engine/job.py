@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import psycopg
+
 from .. import canonical
 from ..errors import (
     Deferred,
@@ -27,6 +29,7 @@ from ..errors import (
     OutcomeUnknown,
     ReplayMismatch,
     SafeEffectsError,
+    SchemaMismatch,
     StepNameRequired,
     StoreUnavailable,
     UndeclaredEffect,
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STORE_ERRORS = (StoreUnavailable, SchemaMismatch, psycopg.Error)
 RECORD_PATIENCE = 300.0
 """Seconds for which a finished call tries to record its outcome while the database is away."""
 
@@ -119,17 +123,14 @@ class ActiveJob:
         if self.held.lost:
             raise self._lost()
         since = clock()
-        try:
-            rows = self.store.insist(
-                "CHECKPOINT",
-                until=self.held.trusted,
-                job=self.id,
-                token=self.lease.token,
-                fence=self.fence,
-                ttl=self.held.ttl,
-            )
-        except StoreUnavailable as exc:
-            raise self._lost() from exc
+        rows = self._insist(
+            "CHECKPOINT",
+            until=self.held.trusted,
+            job=self.id,
+            token=self.lease.token,
+            fence=self.fence,
+            ttl=self.held.ttl,
+        )
         if not rows:
             raise self._lost()
         self.held.renewed = max(self.held.renewed, since)
@@ -257,7 +258,7 @@ class ActiveJob:
         with self.hooks.armed(kill):
             try:
                 live, row = self.store.intent(self.lease, intent, nonce, process.identity(), self.held.trusted)
-            except StoreUnavailable as exc:
+            except STORE_ERRORS as exc:
                 raise self._lost() from exc
             if row is None:
                 found = self._not_recorded(effect, intent, nonce, live)
@@ -294,15 +295,15 @@ class ActiveJob:
     def _not_recorded(self, effect: Effect[Any, Any], intent: Intent, nonce: Any, live: bool) -> Outcome[Any] | Any:
         """The intent statement changed nothing: say why, or find that an earlier try of it got through."""
         if not live:
-            found = self.store.insist("JOB", until=self.held.trusted, id=self.id)
+            found = self._insist("JOB", until=self.held.trusted, id=self.id)
             job = found[0] if found else None
             ours = job is not None and (job.lease_token, job.fence) == (self.lease.token, self.fence)
             if job is not None and ours and job.status == "running" and (job.cancelled or job.dying):
                 raise self._cancelled(job.cancelled)
             raise self._lost()
-        record = self.store.insist("OPERATION", until=self.held.trusted, key=intent.key)[0]
+        record = self._insist("OPERATION", until=self.held.trusted, key=intent.key)[0]
         if record.nonce == nonce:
-            return self.store.insist("INTENT_OF", until=self.held.trusted, key=intent.key)[0]
+            return self._insist("INTENT_OF", until=self.held.trusted, key=intent.key)[0]
         if record.job_id != self.id or intent.keyed:
             if record.effect != effect.name or record.args_digest != intent.args_digest:
                 raise IdempotencyConflict(
@@ -378,25 +379,22 @@ class ActiveJob:
             LeaseLost: the outcome may be recorded as evidence, but the job is no longer ours.
         """
         give_up = clock() + RECORD_PATIENCE
-        try:
-            row = self.store.insist(
-                statement,
-                until=lambda: clock() < give_up,
-                job=self.id,
-                token=self.lease.token,
-                fence=self.fence,
-                owner=self.lease.owner,
-                key=key,
-                nonce=nonce,
-                status=status.value,
-                ref=ref,
-                result=result,
-                error=None if error is None else canonical.encode(error),
-                evidence=None if evidence is None else canonical.encode(evidence),
-                reason=reason,
-            )
-        except StoreUnavailable as exc:
-            raise self._lost() from exc
+        row = self._insist(
+            statement,
+            until=lambda: clock() < give_up,
+            job=self.id,
+            token=self.lease.token,
+            fence=self.fence,
+            owner=self.lease.owner,
+            key=key,
+            nonce=nonce,
+            status=status.value,
+            ref=ref,
+            result=result,
+            error=None if error is None else canonical.encode(error),
+            evidence=None if evidence is None else canonical.encode(evidence),
+            reason=reason,
+        )
         if not row:
             raise self._lost()
         if row[0].status is None and not self._own_record(key, nonce, status, ref):
@@ -409,15 +407,13 @@ class ActiveJob:
 
     def _own_record(self, key: str, nonce: Any, status: Op, ref: str | None) -> bool:
         """Whether the record is already as wanted, by an earlier try whose reply was lost."""
-        record = self.store.insist("OPERATION", key=key)
+        record = self._insist("OPERATION", key=key)
         if not record:
             return False
         if record[0].nonce == nonce:
             return bool(record[0].status == status)
         if status == Op.OUTCOME_CONFIRMED:
-            late = self.store.insist(
-                "LATE_OUTCOME", key=key, nonce=nonce, ref=ref, fence=self.fence, owner=self.lease.owner
-            )
+            late = self._insist("LATE_OUTCOME", key=key, nonce=nonce, ref=ref, fence=self.fence, owner=self.lease.owner)
             if late and late[0].doubled:
                 self._double(key, ref)
         return False
@@ -425,6 +421,19 @@ class ActiveJob:
     def _double(self, key: str, ref: str | None) -> None:
         logger.critical("double effect: operation %s of job %s happened more than once (%s)", key, self.id, ref)
         self.hooks.double_effect(key, self.id, ref or "")
+
+    def _insist(self, statement: str, /, **params: Any) -> list[Row]:
+        """Run a statement that may be repeated.
+
+        Raises:
+            LeaseLost: the database does not take it; what became of the job, it will say to others. Never the error
+                itself, which the body could take for the effect's.
+        """
+        try:
+            return self.store.insist(statement, **params)
+        except STORE_ERRORS as exc:
+            logger.error("job %s: the database does not take %s: %s", self.id, statement, exc)
+            raise self._lost() from exc
 
     # -- reasons to stop -----------------------------------------------------------------------------------------------
 

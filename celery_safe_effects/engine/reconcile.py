@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF = 3600.0
+HOLD_MARGIN = 5.0
+"""Seconds beyond the longest lookup for which nobody else asks about an operation that is being asked about."""
 POLICY_ASKS = 3
 """Lookups past the deadline that must stay without an answer before the author's policy applies."""
 
@@ -48,6 +50,7 @@ class Reconciler:
         store: the database.
         interval: seconds; the first back-off.
         find_effect: the registered effect for a recorded name (of an effect, or of a whole-body task).
+        longest_lookup: seconds that the slowest of this process's lookups may take.
         deliver_now: publishes the jobs that moved on.
         on_moved: told of who moved which jobs.
     """
@@ -62,12 +65,14 @@ class Reconciler:
         *,
         interval: float,
         find_effect: Callable[[str, str], Effect[Any, Any] | None],
+        longest_lookup: Callable[[], float],
         deliver_now: Callable[..., int],
         on_moved: Callable[..., None],
     ) -> None:
         self.store = store
         self.interval = interval
         self.find_effect = find_effect
+        self.longest_lookup = longest_lookup
         self.deliver_now = deliver_now
         self.on_moved = on_moved
 
@@ -120,7 +125,7 @@ class Reconciler:
     def _claim(self, busy: list[str], keys: list[str] | None) -> list[Row]:
         limit = self.BATCH if keys is None else max(len(keys), 1)
         return self.store.rows(
-            "RECONCILE_DUE", keys=keys, busy=busy, limit=limit, backoff=self.interval, max_backoff=MAX_BACKOFF
+            "RECONCILE_DUE", keys=keys, busy=busy, limit=limit, hold=self.longest_lookup() + HOLD_MARGIN
         )
 
     def _conclude(self, row: Row, verdict: Verdict | None, by: str, done: Reconciled) -> None:
@@ -146,7 +151,7 @@ class Reconciler:
             error = failures.to_json(exc) if isinstance(exc, BaseException) else {"text": str(exc), "detail": exc}
             return self._resolve(row, "refused", by, "lookup", error=error)
         evidence = None
-        after = self.interval
+        after: float | None = None
         if isinstance(verdict, NotHappened):
             evidence = {"lookup": "not_found", "asked_at": row.asked_at.isoformat(), "evidence": verdict.evidence}
             if self._resolve(row, "not_happened", by, "lookup", evidence=evidence) != "superseded":
@@ -158,7 +163,7 @@ class Reconciler:
                 return "resend"
         elif isinstance(verdict, Unresolved):
             evidence = {"lookup": "unresolved", "asked_at": row.asked_at.isoformat(), "reason": verdict.reason}
-            after = verdict.retry_after if verdict.retry_after is not None else self.interval
+            after = verdict.retry_after
         elif row.sendable and self._resume(row, by, "resend"):
             return "resend"
         if self._policy(row, verdict, by):
@@ -228,15 +233,16 @@ class Reconciler:
     def _still_retained(row: Row) -> bool:
         return bool(row.asked_at < row.first_intent_at + row.idempotent_for) and not row.has_lookup
 
-    def _ask_again(self, row: Row, after: float, evidence: Any) -> None:
+    def _ask_again(self, row: Row, after: float | None, evidence: Any) -> None:
         """Back off, but ask as soon as an absence can be believed or a resend is allowed."""
+        backoff = min(self.interval * 2 ** min(row.reconcile_attempts - 1, 16), MAX_BACKOFF)
         moments = [m for m in (row.absent_from, row.deadline_at) if m is not None and m > row.asked_at]
         self.store.insist(
             "ASK_AT",
             key=row.key,
             attempt=row.attempt,
-            at=min(moments) if moments else None,
-            after=min(max(after, 0.05), MAX_BACKOFF) if not moments else 0.05,
+            at=min(moments) if moments and after is None else None,
+            after=backoff if after is None else min(max(after, 0.0), MAX_BACKOFF),
             evidence=None if evidence is None else canonical.encode(evidence),
         )
 

@@ -15,7 +15,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from .. import canonical, signals
 from ..engine import current, failures, process
-from ..engine.job import ActiveJob, classify, intent_options, outcome_of
+from ..engine.job import STORE_ERRORS, ActiveJob, classify, intent_options, outcome_of
 from ..engine.lease import clock
 from ..errors import (
     Deferred,
@@ -26,7 +26,6 @@ from ..errors import (
     OutcomeUnknown,
     ReplayMismatch,
     SafeEffectsError,
-    StoreUnavailable,
 )
 from ..states import TERMINAL, JobStatus
 from ..states import OperationStatus as Op
@@ -62,6 +61,10 @@ class _Conclusion(NamedTuple):
     sends: Envelope | None = None
     tell: BaseException | None = None
     value: Any = None
+
+
+class _PutOff(BaseException):
+    """Internal: the database does not take a statement; the cause says why."""
 
 
 class Execution:
@@ -101,7 +104,12 @@ class Execution:
                 self._stale("payload_differs")
             digest = self.mark.digest
         with ExitStack() as alarm:
-            return self._deliver(digest, alarm)
+            try:
+                return self._deliver(digest, alarm)
+            except _PutOff as exc:
+                # Whatever ails the database says nothing about the job: its row is the recovery.
+                logger.error("job %s is left to the sweep: %s", self.id, exc.__cause__)
+                raise Ignore(f"job {self.id} is left to the sweep") from exc
 
     def _deliver(self, digest: str | None, alarm: ExitStack) -> Any:
         token, nonce = uuid4(), uuid4()
@@ -113,10 +121,10 @@ class Execution:
         recorded = None
         if row.attempts > 1 and not self.whole_body:
             try:
-                recorded = self.store.insist("RECORDED", until=held.trusted, id=self.id)
-            except StoreUnavailable:
+                recorded = self._insist("RECORDED", until=held.trusted, id=self.id)
+            except BaseException:
                 self.safe.keeper.drop(held)
-                self._stale("lease_lost")
+                raise
         job = ActiveJob(
             self.store,
             held,
@@ -140,6 +148,12 @@ class Execution:
             current.end(scope)
             self.safe.keeper.drop(held)
             self.safe.announce(self.owner, self.id)
+
+    def _insist(self, statement: str, /, **params: Any) -> list[Row]:
+        try:
+            return self.store.insist(statement, **params)
+        except STORE_ERRORS as exc:
+            raise _PutOff from exc
 
     # -- claim ---------------------------------------------------------------------------------------------------------
 
@@ -199,7 +213,9 @@ class Execution:
             since = clock()
             try:
                 return self.store.row(statement, **params), since
-            except RETRYABLE as exc:
+            except (*STORE_ERRORS, *RETRYABLE) as exc:
+                if self.mark is not None and not isinstance(exc, RETRYABLE):
+                    raise _PutOff from exc
                 logger.warning("claiming job %s waits for the database: %s", self.id, exc)
                 alarm.close()
                 time.sleep(0.2)
@@ -212,9 +228,9 @@ class Execution:
             except IdempotencyConflict:
                 self._stale("payload_differs")
             return True
-        missing = self.store.insist("MISSING", id=self.id, seq=self.mark.seq)[0]
+        missing = self._insist("MISSING", id=self.id, seq=self.mark.seq)[0]
         if missing.from_the_future and not missing.pruned:
-            self.store.insist(
+            self._insist(
                 "INSERT_MISSING",
                 id=self.id,
                 task=self.task.name,
@@ -473,7 +489,7 @@ class Execution:
         delay: float,
         outgoing: Envelope | None = None,
     ) -> bool:
-        rows = self.store.insist(
+        rows = self._insist(
             "BODY_PENDING",
             until=job.held.trusted,
             id=self.id,
@@ -525,7 +541,7 @@ class Execution:
             "task": end.outgoing.task if end.generation is not None and end.outgoing is not None else None,
             **self._outgoing(end.outgoing, isinstance(end.tell, Retry) and end.wish == "again"),
         }
-        rows = self.store.insist("LEAVE", until=None, **params)
+        rows = self._insist("LEAVE", until=None, **params)
         if not rows:
             rows = self._already_left(job)
         status = rows[0].status
@@ -549,7 +565,7 @@ class Execution:
 
     def _already_left(self, job: ActiveJob) -> list[Row]:
         """No row: an earlier try got through and its reply was lost, or the job is no longer ours."""
-        found = self.store.insist("JOB", id=self.id)
+        found = self._insist("JOB", id=self.id)
         if (
             found
             and (found[0].lease_token, found[0].fence) == (job.lease.token, job.fence)

@@ -1,4 +1,4 @@
-"""The sweep and the reconciliation as Celery tasks on their own queue, sent by beat beside the user's own entries."""
+"""Sweep, reconciliation and pruning as Celery tasks on their own queue, sent by beat beside the user's own entries."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ if TYPE_CHECKING:
 
 SWEEP: Final = "celery_safe_effects.sweep"
 RECONCILE: Final = "celery_safe_effects.reconcile"
+PRUNE: Final = "celery_safe_effects.prune"
+PRUNE_INTERVAL: Final = 3600.0
 
 
 def install(safe: SafeEffects, app: Celery) -> None:
-    """Register both tasks, and their beat entries once the app is configured."""
+    """Register the tasks, and their beat entries once the app is configured."""
 
     def sweep(self: Any) -> dict[str, Any]:
         """Recover leases that ran out, publish what is due."""
@@ -25,13 +27,19 @@ def install(safe: SafeEffects, app: Celery) -> None:
         """Ask providers about operations whose outcome is unknown."""
         return asdict(safe.reconciler.run(safe.owner(self.request.hostname)))
 
+    def prune(self: Any) -> dict[str, Any]:
+        """Delete finished jobs past their retention."""
+        return asdict(safe.pruner.run(safe.owner(self.request.hostname)))
+
     options = {"bind": True, "ignore_result": True, "shared": False, "acks_late": False, "max_retries": 0}
     app.task(sweep, name=SWEEP, **options)
     app.task(reconcile, name=RECONCILE, **options)
+    app.task(prune, name=PRUNE, **options)
 
     def add_entries(sender: Any = None, **_: Any) -> None:
         config = safe.config
-        for name, interval in ((SWEEP, config.sweep_interval), (RECONCILE, config.reconcile_interval)):
+        intervals = {SWEEP: config.sweep_interval, RECONCILE: config.reconcile_interval, PRUNE: PRUNE_INTERVAL}
+        for name, interval in intervals.items():
             # An entry that could not run in time is worthless: the next one does the same.
             sender.conf.beat_schedule.setdefault(
                 name,

@@ -30,6 +30,7 @@ from ..errors import (
     PayloadInvalid,
     PayloadTooLarge,
     ReplayMismatch,
+    SchemaMismatch,
     StoreUnavailable,
 )
 from ..states import TERMINAL
@@ -320,7 +321,7 @@ class Publisher:
                 self.accept(envelope, {}, actor=owner, limit=sys.maxsize)
             except _AlreadyAccepted:
                 return
-            except (StoreUnavailable, AcceptanceUnknown) as exc:
+            except (StoreUnavailable, AcceptanceUnknown, SchemaMismatch, psycopg.Error) as exc:
                 if clock() >= give_up:
                     raise
                 logger.warning("message %s waits to be persisted: %s", envelope.id, exc)

@@ -64,6 +64,8 @@ class SafeTask(Task):
                     f"task {cls.name!r}: effect_options describe a whole body that is one side effect; with effects= "
                     "give the options to effect() itself"
                 )
+        if cls.max_operations is not None:
+            raise ConfigurationError(f"task {cls.name!r}: this version does not enforce max_operations; leave it out")
         # STARTED and a user's before_start come after the claim: a stale delivery must write and run nothing.
         if cls.track_started:
             cls._store_started = True

@@ -33,6 +33,18 @@ WRONG_SCHEMA = (
 RETRYABLE = (psycopg.OperationalError, psycopg.InterfaceError, StoreUnavailable)
 
 
+NOT_HERE = ("25006",)
+"""Read-only: a standby, or a primary on its way out."""
+NOT_NOW = ("40", "53", *NOT_HERE)
+"""Beginnings of the SQLSTATEs of a statement that surely did nothing and may succeed later, or elsewhere. A connection
+that ended (08, 57P) is not among them: its last statement may have been committed."""
+
+
+def _not_now(exc: psycopg.Error) -> bool:
+    # A lost connection has no SQLSTATE; it is a psycopg.OperationalError and handled as such.
+    return exc.sqlstate is not None and exc.sqlstate.startswith(NOT_NOW)
+
+
 class Intent(NamedTuple):
     """What an intent statement records, apart from the lease."""
 
@@ -105,6 +117,12 @@ class Store:
                     f"schema {self.config.schema!r} is missing or of another version ({str(exc).splitlines()[0]}): "
                     "run `celery -A yourproject safe-effects upgrade`"
                 ) from exc
+            except psycopg.Error as exc:
+                if not _not_now(exc):
+                    raise
+                if exc.sqlstate in NOT_HERE:
+                    conn.close()  # the next one may reach the primary
+                raise StoreUnavailable(f"PostgreSQL cannot take this now: {str(exc).strip()}") from exc
             return cursor.fetchall()
 
     def enlisted_rows(self, enlisted: Enlisted, statement: str, /, **params: Any) -> list[Row]:
@@ -136,8 +154,6 @@ class Store:
                     raise StoreUnavailable(f"PostgreSQL does not answer: {str(exc).strip()}") from exc
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, 1.0)
-            except (psycopg.errors.SerializationFailure, psycopg.errors.DeadlockDetected):
-                time.sleep(pause * random.uniform(0.5, 1.0))
 
     # -- schema -------------------------------------------------------------------------------------------------------
 
@@ -172,6 +188,16 @@ class Store:
             present=present,
             needed=needed,
         )
+
+    def prune(self, limit: int) -> int:
+        """Delete one batch of finished jobs with their operations and their log, leaving tombstones."""
+        retention = self.config.retention
+        with self.connections.connection() as conn, conn.transaction(), conn.cursor() as cursor:
+            cursor.execute(self.sql["PRUNE"], {**vars(retention), "limit": limit})
+            ids = [row[0] for row in cursor.fetchall()]
+            if ids:
+                cursor.execute(self.sql["PRUNE_LOG"], {"ids": ids})
+        return len(ids)
 
     # -- leases -------------------------------------------------------------------------------------------------------
 

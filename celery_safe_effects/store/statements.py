@@ -383,7 +383,7 @@ RETURNING j.id, j.seq, j.task, j.status, j.envelope, j.generation, j.args_digest
           CASE WHEN j.run_after > clock_timestamp() THEN j.run_after END AS run_after, {async} AS a
 """
 
-# 14: whoever asks takes the question for a while; the time of asking is the database's, from before the lookup.
+# 14: whoever asks takes the question for longer than any lookup may take; the time of asking is the database's, from before the lookup.
 RECONCILE_DUE: Final = (
     """
 WITH due AS (
@@ -395,8 +395,7 @@ WITH due AS (
 )
 UPDATE {s}.operation o
    SET reconcile_attempts = o.reconcile_attempts + 1,
-       next_reconcile_at = clock_timestamp() + LEAST(%(backoff)s::float8 * 2 ^ LEAST(o.reconcile_attempts, 16),
-                                                     %(max_backoff)s::float8) * interval '1 second'
+       next_reconcile_at = clock_timestamp() + %(hold)s::float8 * interval '1 second'
   FROM due, {s}.job j WHERE o.key = due.key AND j.id = o.job_id
 RETURNING """
     + OPERATION_FACTS
@@ -442,8 +441,8 @@ RETURNING o.key
 """
 ASK_AT: Final = """
 UPDATE {s}.operation o
-   SET next_reconcile_at = greatest(LEAST(o.next_reconcile_at, %(at)s::timestamptz),
-                                    clock_timestamp() + %(after)s::float8 * interval '1 second'),
+   SET next_reconcile_at = greatest(clock_timestamp() + interval '50 milliseconds',
+           LEAST(%(at)s::timestamptz, clock_timestamp() + %(after)s::float8 * interval '1 second')),
        evidence = coalesce(%(evidence)s::json, o.evidence)
  WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.status = 'unknown' RETURNING o.key
 """
@@ -496,6 +495,34 @@ UPDATE {s}.job j
  WHERE j.id = %(id)s AND (j.status IN ('failed', 'cancelled')
        OR (j.status = 'unknown' AND j.open_ops = 0 AND j.unknown_ops = 0))
 RETURNING j.id, j.status
+"""
+
+# Finished jobs past their retention, never one whose operation's key a provider still retains. What remains is a
+# tombstone, so that neither its id nor its key begins anew. The log may go once its job is gone: one transaction.
+PRUNE: Final = """
+WITH due AS (
+    SELECT j.id FROM {s}.job j
+     WHERE j.finished_at < clock_timestamp() - interval '1 second' * CASE j.status
+               WHEN 'succeeded' THEN %(succeeded)s::float8 WHEN 'failed' THEN %(failed)s::float8
+               ELSE %(cancelled)s::float8 END
+       AND NOT EXISTS (SELECT FROM {s}.operation o WHERE o.job_id = j.id
+                          AND o.first_intent_at + o.idempotent_for > clock_timestamp())
+     ORDER BY j.finished_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED
+), operations AS (
+    DELETE FROM {s}.operation o USING due WHERE o.job_id = due.id
+), jobs AS (
+    DELETE FROM {s}.job j USING due WHERE j.id = due.id
+    RETURNING j.id, j.tenant, j.idempotency_key, j.task, j.args_digest, j.status
+)
+INSERT INTO {s}.tombstone (id, tenant, idempotency_key, task, args_digest, status) SELECT * FROM jobs
+ON CONFLICT DO NOTHING RETURNING id, {async} AS a
+"""
+PRUNE_LOG: Final = "DELETE FROM {s}.transition t WHERE t.job_id = ANY (%(ids)s) RETURNING {async} AS a"
+PRUNE_TOMBSTONES: Final = """
+DELETE FROM {s}.tombstone t USING (
+    SELECT id FROM {s}.tombstone WHERE pruned_at < clock_timestamp() - interval '1 second' * %(retention)s::float8
+     ORDER BY pruned_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED) due
+ WHERE t.id = due.id RETURNING t.id, {async} AS a
 """
 
 MAINTENANCE_BEGIN: Final = """

@@ -9,6 +9,7 @@ from uuid import uuid4
 import pytest
 from celery import Celery
 
+from celery_safe_effects import NotHappened
 from celery_safe_effects.config import from_conf
 from celery_safe_effects.store.hot import Store
 from celery_safe_effects.testing import eventually
@@ -39,7 +40,8 @@ MODES = [
 
 @pytest.fixture
 def app_conf(app_conf: dict[str, Any]) -> dict[str, Any]:
-    return {**app_conf, "safe_effects_lease_ttl": TTL, "safe_effects_republish_after": 2}
+    quick = {"safe_effects_sweep_interval": 0.3, "safe_effects_reconcile_interval": 0.3}
+    return {**app_conf, "safe_effects_lease_ttl": TTL, "safe_effects_republish_after": 2, **quick}
 
 
 @pytest.mark.parametrize(("broker", "acks_late"), MODES, indirect=["broker"])
@@ -225,6 +227,10 @@ def test_fault_16_a_stale_lease_touches_no_row(store: Store, sql: Sql) -> None:
     assert operation_row(sql, "job:1")["status"] == "intent_recorded"
     (job,) = sql("SELECT status, fence, lease_owner FROM jobs")
     assert job == {"status": "running", "fence": 2, "lease_owner": "b"}
+    # Without keys it now happened twice, and the second outcome says so.
+    outcome = {"key": "job:1", "nonce": second_nonce, "status": "outcome_confirmed", "ref": "second"}
+    (row,) = store.rows("OUTCOME", **outcome, **dict.fromkeys(("result", "error", "evidence", "reason")), **second)
+    assert row.doubled
 
 
 # -- 17 ----------------------------------------------------------------------------------------------------------------
@@ -300,3 +306,30 @@ def test_fault_17_a_worker_paused_inside_the_call(
     assert job_row(sql, job_id)["status"] == "succeeded"
     assert counted(sql, "double_effects") == 0
     assert sql("SELECT 1 FROM operation WHERE double_at IS NOT NULL") == []
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_fault_17_a_double_effect_is_said_loudly(app: Celery, workers: Workers, provider: Provider, sql: Sql) -> None:
+    # An operator is wrong: it is under way, and happens after the second one.
+    env = {KILL_VARIABLE: "0", "SAFE_EFFECTS_TEST_DEADLINE": "1"}
+    provider.control(kind="late_charge", dedupe=False)
+    first = workers("a", env=env)
+    job_id = app.tasks["tests.late_charge"].delay("gate").id
+    key = f"{job_id}:1"
+    reached(provider, "gate")
+    first.pause()
+    workers("b", env=env)
+    becomes(sql, job_id, "unknown")
+    app.safe_effects.resolve(key, NotHappened(), "ann", "cannot find it")
+    job = becomes(sql, job_id, "succeeded")
+    (second,) = ledger(provider)
+    open_gate(provider, "gate")
+    first.resume()
+    eventually(lambda: counted(sql, "double_effects") == 1, 10, message="it is counted")
+    eventually(lambda: "double effect" in first.log(), 5, message="and logged")
+    assert [row["key"] for row in ledger(provider)] == [key, key]
+    (row,) = sql("SELECT provider_ref, late_outcomes, double_at FROM operation")
+    assert row["provider_ref"] == job["outcome_ref"] == second["ref"]
+    assert [late["ref"] for late in row["late_outcomes"]] == [ledger(provider)[1]["ref"]]
+    assert row["double_at"] is not None
+    assert becomes(sql, job_id, "succeeded")["outcome_ref"] == second["ref"]

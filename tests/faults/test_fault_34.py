@@ -60,6 +60,26 @@ def test_fault_34_the_primary_is_not_sent_after_the_fallback(
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_fault_34_an_operators_retry_replays_too(
+    app: Celery, workers: Workers, provider: Provider, sql: Sql, primary_proxy: TcpProxy
+) -> None:
+    # Its attempts start anew; what is recorded does not.
+    primary_proxy.refuse()
+    open_gate(provider, "gate")
+    workers("a")
+    url = f"http://{primary_proxy.host}:{primary_proxy.port}"
+    job_id = app.tasks["tests.with_fallback"].delay(url, "gate", fails=True).id
+    becomes(sql, job_id, "failed")
+    primary_proxy.accept()
+    app.safe_effects.retry(job_id, "the bug is mended")
+    job = becomes(sql, job_id, "succeeded")
+    (row,) = ledger(provider)
+    assert (row["kind"], row["key"]) == ("fallback", f"{job_id}:2")
+    assert job["outcome_ref"] == row["ref"]
+    assert provider.received("primary") == 0
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
 def test_fault_34_a_fallback_in_doubt_leaves_the_primary_alone(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, primary_proxy: TcpProxy
 ) -> None:

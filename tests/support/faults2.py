@@ -67,6 +67,7 @@ def becomes(sql: Sql, job_id: str, status: str, timeout: float = 15) -> dict[str
     """Wait for a job's status; returns the job."""
 
     def row() -> dict[str, Any]:
+        assert sql("SELECT 1 FROM jobs WHERE id = %s", job_id), "no such row yet"
         found = job_row(sql, job_id)
         assert found["status"] == status, (found["status"], found["reason"], found["last_error"])
         return found
@@ -250,12 +251,14 @@ def add_tasks(app: Celery) -> None:
         return charge("gated", 1).ref
 
     @task("with_fallback", [primary, fallback])
-    def with_fallback(self: Any, url: str, name: str) -> Any:
-        """The first choice, else the second; then a gate."""
+    def with_fallback(self: Any, url: str, name: str, fails: bool = False) -> Any:
+        """The first choice, else the second; then a gate, or a bug."""
         try:
             done = primary(url)
         except ConnectionRefusedError:
             done = fallback("refused connection")
+        if fails and self.job.fence == 1:
+            raise ValueError("a bug after both effects")
         gate(name)
         return done.ref
 

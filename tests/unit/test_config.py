@@ -53,7 +53,8 @@ def test_times_may_be_timedeltas() -> None:
         ("max_attempts", 2.5),
         ("schema", "a b"), ("schema", 'x"; DROP TABLE job; --'), ("prepare", "maybe"), ("consume", "yes"),
         ("queue", ""),
-        ("limits", 5), ("limits", {"tenant_qued": 1}), ("limits", {"tenant_queued": -1}), ("retention", {"unknown": 1}),
+        ("limits", 5), ("limits", {"tenant_qued": 1}), ("limits", {"tenant_queued": -1}), ("limits", {"tenant_queued": 5}),
+        ("retention", {"unknown": 1}),
         ("max_payload", -5), ("heartbeat_interval", 20), ("strict_durability", 1), ("max_connections", 0),
     ],
 )  # fmt: skip

@@ -1,0 +1,44 @@
+"""Retention: finished jobs go in bounded batches; ``unknown`` ones never; their keys stay as tombstones for a while."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..store.hot import Store
+
+
+@dataclass
+class Pruned:
+    """What one pruning deleted."""
+
+    jobs: int = 0
+    tombstones: int = 0
+
+
+class Pruner:
+    """Deletes what is past its retention.
+
+    Arguments:
+        store: the database.
+    """
+
+    BATCH = 500
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def run(self, by: str) -> Pruned:
+        """Delete everything that is past its retention, batch by batch.
+
+        Arguments:
+            by: who prunes.
+        """
+        self.store.row("MAINTENANCE_BEGIN", name="prune", by=by, idle_for=None)
+        pruned = Pruned()
+        while batch := self.store.prune(self.BATCH):
+            pruned.jobs += batch
+        retention = self.store.config.tombstone_retention
+        while rows := self.store.rows("PRUNE_TOMBSTONES", retention=retention, limit=self.BATCH):
+            pruned.tombstones += len(rows)
+        self.store.row("MAINTENANCE_END", name="prune")
+        return pruned

@@ -1,0 +1,342 @@
+"""The schema arrives through whatever an application migrates with, in its transaction, once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from celery import Celery
+from sqlalchemy import create_engine, pool, text
+from sqlalchemy.engine import make_url
+
+from celery_safe_effects.store import migrate
+from celery_safe_effects.testing import eventually
+from example_project.provider_client import Provider
+from tests.support.brokers import Broker
+from tests.support.processes import ROOT, Workers
+
+LATEST = list(range(1, migrate.latest() + 1))
+
+
+@pytest.fixture
+def empty_dsn(empty_database_url: str) -> str:
+    return empty_database_url.replace("+psycopg", "", 1)
+
+
+@pytest.fixture
+def engine(empty_database_url: str) -> Iterator[Any]:
+    made = create_engine(empty_database_url, poolclass=pool.NullPool)
+    yield made
+    made.dispose()
+
+
+def applied(dsn: str, schema: str = "safe_effects") -> list[int] | None:
+    """The versions that the schema says it has; None without a schema."""
+    with psycopg.connect(dsn) as connection:
+        try:
+            rows = connection.execute(f'SELECT version FROM "{schema}".schema_version ORDER BY 1'.encode())
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+            found = connection.cursor()
+            connection.rollback()
+            found.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
+            assert found.fetchone() is None, "a schema without its versions"
+            return None
+        return [row[0] for row in rows]
+
+
+def run(folder: Path, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a command of Python in a folder, with this checkout to import."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin:/bin", "PYTHONWARNINGS": "error::DeprecationWarning"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    if check:
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def write(folder: Path, **files: str) -> None:
+    """Write files; `__` in a name stands for a slash."""
+    for name, content in files.items():
+        path = folder / name.replace("__", "/")
+        path = path.with_name(f"{path.name}.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(content))
+
+
+# -- SQLAlchemy and psycopg --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begun", ["first statement", "nothing before", "begin()"])
+def test_a_connection_of_sqlalchemy_is_the_callers_transaction(engine: Any, empty_dsn: str, begun: str) -> None:
+    """Rolled back: nothing is there; committed: it is."""
+    for commit in (False, True):
+        with engine.connect() as connection:
+            if begun == "begin()":
+                connection.begin()
+            elif begun == "first statement":
+                connection.execute(text("CREATE TABLE IF NOT EXISTS public.shop (id int)"))
+            assert migrate.upgrade(connection) == LATEST
+            assert applied(empty_dsn) is None, "visible before the commit"
+            (connection.commit if commit else connection.rollback)()
+            assert applied(empty_dsn) == (LATEST if commit else None)
+    with engine.connect() as connection:
+        assert migrate.upgrade(connection) == []
+    assert migrate.upgrade(engine) == []
+
+
+def test_an_engine_commits_by_itself(engine: Any, empty_dsn: str) -> None:
+    assert migrate.upgrade(engine) == LATEST
+    assert applied(empty_dsn) == LATEST
+
+
+def test_a_connection_of_psycopg_is_the_callers_transaction(empty_dsn: str) -> None:
+    with psycopg.connect(empty_dsn) as connection:
+        assert migrate.upgrade(connection) == LATEST
+        connection.rollback()
+        assert applied(empty_dsn) is None
+        with connection.transaction():
+            assert migrate.upgrade(connection) == LATEST
+            assert applied(empty_dsn) is None
+    assert applied(empty_dsn) == LATEST
+
+
+def test_a_connection_in_autocommit_gets_all_or_nothing(empty_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = migrate.migrations()
+    broken = migrate.Migration(real[-1].version + 1, "broken", "CREATE TABLE {schema}.half (id int); SELECT 1 / 0")
+    with psycopg.connect(empty_dsn, autocommit=True) as connection:
+        with monkeypatch.context() as patch:
+            patch.setattr(migrate, "migrations", lambda: [*real, broken])
+            with pytest.raises(psycopg.errors.DivisionByZero):
+                migrate.upgrade(connection)
+        assert applied(empty_dsn) is None
+        assert migrate.upgrade(connection) == LATEST
+    assert applied(empty_dsn) == LATEST
+
+
+AT_ONCE = """
+import sys, time
+from pathlib import Path
+import psycopg
+from celery_safe_effects.store import migrate
+how, url, gate = sys.argv[1:]
+Path(f"{gate}.{how}").touch()
+while not Path(gate).exists():
+    time.sleep(0.005)
+if how.startswith("url"):
+    print(migrate.upgrade(url))
+else:
+    autocommit = how.startswith("autocommit")
+    with psycopg.connect(url.replace("+psycopg", "", 1), autocommit=autocommit) as connection:
+        print(migrate.upgrade(connection))
+"""
+
+
+def test_eight_processes_at_once(tmp_path: Path, empty_database_url: str, empty_dsn: str) -> None:
+    """One of them does it, the others wait and find it done."""
+    gate = tmp_path / "gate"
+    ways = [f"{how}{n}" for how in ("url", "transaction", "autocommit") for n in range(3)][:8]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", AT_ONCE, how, empty_database_url, str(gate)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for how in ways
+    ]
+    try:
+        eventually(lambda: all(Path(f"{gate}.{how}").exists() for how in ways), 40, message="all are ready")
+        gate.touch()
+        answers = [process.communicate(timeout=40) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [error for _, error in answers] == [""] * 8
+    assert sorted(out.strip() for out, _ in answers) == sorted([str(LATEST), *["[]"] * 7])
+    assert applied(empty_dsn) == LATEST
+
+
+# -- Alembic and Django ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alembic(tmp_path: Path, empty_database_url: str) -> Path:
+    """A migration environment as `alembic init` makes it, with a migration of the shop's own around ours."""
+    (tmp_path / "alembic.ini").write_text(
+        f"[alembic]\nscript_location = %(here)s/alembic\nsqlalchemy.url = {empty_database_url}\n"
+        "path_separator = os\n"
+    )
+    (tmp_path / "alembic" / "versions").mkdir(parents=True)
+    (tmp_path / "alembic" / "script.py.mako").write_text("")
+    write(
+        tmp_path,
+        alembic__env="""
+            from alembic import context
+            from sqlalchemy import engine_from_config, pool
+
+            section = context.config.get_section(context.config.config_ini_section)
+            connectable = engine_from_config(section, prefix="sqlalchemy.", poolclass=pool.NullPool)
+            with connectable.connect() as connection:
+                context.configure(connection=connection, target_metadata=None)
+                with context.begin_transaction():
+                    context.run_migrations()
+        """,
+        alembic__versions__one="""
+            from alembic import op
+            from celery_safe_effects.store.migrate import upgrade as upgrade_safe_effects
+
+            revision, down_revision = "one", None
+
+            def upgrade():
+                op.execute("CREATE TABLE public.orders (id text PRIMARY KEY)")
+                upgrade_safe_effects(op.get_bind())
+
+            def downgrade():
+                op.execute("DROP SCHEMA safe_effects CASCADE")
+                op.execute("DROP TABLE public.orders")
+        """,
+    )
+    return tmp_path
+
+
+def test_through_alembic(alembic: Path, empty_dsn: str) -> None:
+    run(alembic, "-m", "alembic", "upgrade", "head")
+    assert applied(empty_dsn) == LATEST
+    run(alembic, "-m", "alembic", "downgrade", "base")
+    assert applied(empty_dsn) is None
+    # A migration that fails later in the same transaction takes ours along.
+    write(
+        alembic,
+        alembic__versions__two="""
+            from alembic import op
+
+            revision, down_revision = "two", "one"
+
+            def upgrade():
+                op.execute("SELECT 1 / 0")
+        """,
+    )
+    failed = run(alembic, "-m", "alembic", "upgrade", "head", check=False)
+    assert "division by zero" in failed.stderr
+    assert applied(empty_dsn) is None
+
+
+@pytest.fixture
+def django(tmp_path: Path, empty_database_url: str) -> Path:
+    """A project with one application, whose only migration calls ours."""
+    url = make_url(empty_database_url)
+    write(
+        tmp_path,
+        settings=f"""
+            SECRET_KEY = "x"
+            INSTALLED_APPS = ["shop"]
+            USE_TZ = True
+            DATABASES = {{
+                "default": {{
+                    "ENGINE": "django.db.backends.postgresql",
+                    "NAME": {url.database!r},
+                    "USER": {url.username!r},
+                    "PASSWORD": {url.password!r},
+                    "HOST": {url.host!r},
+                    "PORT": {url.port!r},
+                }}
+            }}
+        """,
+        shop____init__="",
+        shop__migrations____init__="",
+        shop__migrations__one="""
+            from django.db import migrations
+
+            from celery_safe_effects.store.migrate import upgrade
+
+
+            class Migration(migrations.Migration):
+                operations = [
+                    migrations.RunSQL("CREATE TABLE orders (id text PRIMARY KEY)", "DROP TABLE orders"),
+                    migrations.RunPython(
+                        lambda apps, editor: upgrade(editor.connection),
+                        lambda apps, editor: editor.execute("DROP SCHEMA safe_effects CASCADE"),
+                    ),
+                ]
+        """,
+    )
+    return tmp_path
+
+
+def test_through_django(django: Path, empty_dsn: str) -> None:
+    manage = ("-m", "django", "migrate", "--settings=settings")
+    run(django, *manage)
+    assert applied(empty_dsn) == LATEST
+    run(django, *manage)
+    run(django, *manage, "shop", "zero")
+    assert applied(empty_dsn) is None
+    write(
+        django,
+        shop__migrations__two="""
+            from django.db import migrations
+
+            from celery_safe_effects.store.migrate import upgrade
+
+
+            class Migration(migrations.Migration):
+                dependencies = [("shop", "one")]
+                operations = [migrations.RunSQL("SELECT 1 / 0")]
+        """,
+    )
+    one = django / "shop" / "migrations" / "one.py"
+    one.write_text(one.read_text().replace("    operations = [", "    atomic = False\n    operations = [", 1))
+    assert "division by zero" in run(django, *manage, check=False).stderr
+    assert applied(empty_dsn) == LATEST, "a migration of its own transaction stays"
+
+
+# -- another name ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broker(redis_broker: Broker) -> Broker:
+    return redis_broker
+
+
+@pytest.fixture
+def app_conf(app_conf: dict[str, Any], empty_database_url: str) -> dict[str, Any]:
+    return {**app_conf, "safe_effects_database_url": empty_database_url, "safe_effects_schema": "Shop_Jobs"}
+
+
+def test_a_schema_of_another_name(app: Celery, workers: Workers, provider: Provider, empty_dsn: str) -> None:
+    """Everything is in it, down to the names in the triggers and functions; nothing is in the usual one."""
+    safe: Any = app.safe_effects
+    assert safe.upgrade() == LATEST
+    assert applied(empty_dsn, "Shop_Jobs") == LATEST
+    provider.control(kind="refund", drop_reply=True, times=1)
+    workers("a")
+    bill = app.tasks["tests.charge"].apply_async(("cus_1", 500), idempotency_key="order-1")
+    # Parked by the lost reply, confirmed by the look-up, replayed.
+    refund = app.tasks["tests.mortal"].apply_async(("order-1",))
+    for result, kind in ((bill, "charge"), (refund, "refund")):
+        eventually(lambda: safe.job(result.id).status == "succeeded", 15, message=kind)  # noqa: B023 - now
+        (row,) = provider.ledger(key=f"{result.id}:1")
+        assert safe.job(result.id).outcome_ref == row["ref"]
+        assert result.get(timeout=10) == row["ref"]
+    assert applied(empty_dsn) is None
+    with psycopg.connect(empty_dsn) as connection:
+        query = """SELECT from_status, to_status FROM "Shop_Jobs".transitions WHERE job_id = %s ORDER BY id"""
+        states = [row[1] for row in connection.execute(query, (refund.id,))]
+        assert states[:6] == ["queued", "leased", "running", "intent_recorded", "unknown", "unknown"]
+        (elsewhere,) = connection.execute(
+            "SELECT count(*) FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace"
+            " WHERE n.nspname <> 'Shop_Jobs' AND p.prosrc LIKE '%safe_effects%'"
+        ).fetchone() or (None,)
+        assert elsewhere == 0
