@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Final
 
+from .address import conninfo_from_url, quote_schema
 from .errors import ConfigurationError
 from .limits import Limits
 
@@ -98,8 +99,6 @@ def _text(key: str, value: Any) -> str:
 
 
 def _schema(key: str, value: Any) -> str:
-    from .store.migrate import quote_schema
-
     try:
         quote_schema(_text(key, value))
     except ConfigurationError as exc:
@@ -108,8 +107,6 @@ def _schema(key: str, value: Any) -> str:
 
 
 def _url(key: str, value: Any) -> str:
-    from .store.connection import conninfo_from_url
-
     conninfo_from_url(_text(key, value))
     return str(value)
 

@@ -109,7 +109,8 @@ class Operation:
             ref: a non-empty reference.
             result: any JSON value.
             transaction: a SQLAlchemy Session or Connection, a psycopg connection, or a Django connection or alias.
-                Its commit makes the user's rows and the outcome durable together.
+                Its commit makes the user's rows and the outcome durable together. Call it as the last thing before the
+                commit: the job's row is locked from here on, and its lease is not renewed meanwhile.
 
         Raises:
             LeaseLost: when this call no longer owns the operation; the caller's transaction must be rolled back.

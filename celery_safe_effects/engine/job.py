@@ -6,6 +6,7 @@ The call of an effect and the recording of its outcome never share a ``try``: wh
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import psycopg
 
@@ -35,6 +36,7 @@ from ..errors import (
     UndeclaredEffect,
 )
 from ..states import OperationStatus as Op
+from ..store.enlist import enlist
 from ..store.hot import Intent, Row, Store
 from ..values import Operation, Outcome
 from . import deadline, failures, process
@@ -101,6 +103,7 @@ class ActiveJob:
         self.in_body = False
         self._lock = threading.Lock()
         self._open: set[str] = set()
+        self._enlisted: set[UUID] = set()
         self._ordinal = 0
         # What an earlier generation (before ``self.replace()``) recorded is not this body's.
         self._recorded = {r.key: r for r in recorded or () if r.keyed or r.key == self.key(r.step)}
@@ -281,6 +284,7 @@ class ActiveJob:
                 deadline_at=row.deadline_at,
                 _expires=expires,
                 _clock=clock,
+                _confirm=functools.partial(self._confirm, intent, nonce),
             )
             value: Any = None
             raised: BaseException | None = None
@@ -288,6 +292,8 @@ class ActiveJob:
                 value = effect.fn(op, *bound.args, **bound.kwargs)
             except BaseException as exc:
                 raised = exc
+        if nonce in self._enlisted:
+            return self._after_confirm(intent, nonce, raised)
         if raised is not None:
             return self._raised(effect, intent, nonce, raised)
         return self._returned(effect, intent, nonce, value)
@@ -345,6 +351,42 @@ class ActiveJob:
             raise exc
         raise self._unknown(intent.key, failures.to_json(exc)["text"]) from exc
 
+    def _confirm(self, intent: Intent, nonce: UUID, ref: str, result: Any, transaction: Any) -> None:
+        """``op.confirm()``: the outcome in the caller's own transaction, committed or undone with the caller's rows."""
+        found, encoded, invalid = outcome_of(Outcome(ref, result), intent.key)
+        if invalid is not None:
+            raise SafeEffectsError(f"op.confirm() of {intent.key}: {invalid}; nothing was recorded")
+        self._enlisted.add(nonce)
+        params = self._outcome_params(intent.key, nonce, Op.OUTCOME_CONFIRMED, found, encoded)
+        rows = self.store.enlisted_rows(enlist(transaction), "OUTCOME", **params)
+        if not rows or rows[0].status is None or not rows[0].held:
+            raise self._lost()
+
+    def _after_confirm(self, intent: Intent, nonce: UUID, raised: BaseException | None) -> Outcome[Any]:
+        """Whether the caller's transaction was committed, the record itself says: nothing here is ever unknown."""
+        record = self._insist("OPERATION", key=intent.key)[0]
+        if record.nonce == nonce and record.status == Op.INTENT_RECORDED:
+            error = failures.to_json(raised) if raised is not None else None
+            # Waits for the row if the transaction is being committed at this moment, and then finds it resolved.
+            row = self._insist(
+                "OUTCOME", **self._outcome_params(intent.key, nonce, Op.NOT_HAPPENED, None, None, error=error)
+            )[0]
+            if row.status is not None:
+                why = raised or SafeEffectsError(
+                    f"the transaction given to op.confirm() of {intent.key} was not committed; nothing happened"
+                )
+                self.not_happened = why
+                raise why
+            record = self._insist("OPERATION", key=intent.key)[0]
+        if record.nonce != nonce or record.status != Op.OUTCOME_CONFIRMED:
+            raise self._lost()
+        if raised is not None:
+            logger.warning(
+                "operation %s is committed; what its effect raised afterwards is dropped: %r", intent.key, raised
+            )
+        self.last_ref = record.provider_ref
+        return Outcome(record.provider_ref, canonical.decode(record.result))
+
     def _record(
         self,
         intent: Intent,
@@ -379,22 +421,8 @@ class ActiveJob:
             LeaseLost: the outcome may be recorded as evidence, but the job is no longer ours.
         """
         give_up = clock() + RECORD_PATIENCE
-        row = self._insist(
-            statement,
-            until=lambda: clock() < give_up,
-            job=self.id,
-            token=self.lease.token,
-            fence=self.fence,
-            owner=self.lease.owner,
-            key=key,
-            nonce=nonce,
-            status=status.value,
-            ref=ref,
-            result=result,
-            error=None if error is None else canonical.encode(error),
-            evidence=None if evidence is None else canonical.encode(evidence),
-            reason=reason,
-        )
+        params = self._outcome_params(key, nonce, status, ref, result, error=error, evidence=evidence, reason=reason)
+        row = self._insist(statement, until=lambda: clock() < give_up, **params)
         if not row:
             raise self._lost()
         if row[0].status is None and not self._own_record(key, nonce, status, ref):
@@ -404,6 +432,33 @@ class ActiveJob:
         if not row[0].held:
             raise self._lost()
         return row[0]
+
+    def _outcome_params(
+        self,
+        key: str,
+        nonce: UUID,
+        status: Op,
+        ref: str | None,
+        result: str | None,
+        *,
+        error: Any = None,
+        evidence: Any = None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        return {
+            "job": self.id,
+            "token": self.lease.token,
+            "fence": self.fence,
+            "owner": self.lease.owner,
+            "key": key,
+            "nonce": nonce,
+            "status": status.value,
+            "ref": ref,
+            "result": result,
+            "error": None if error is None else canonical.encode(error),
+            "evidence": None if evidence is None else canonical.encode(evidence),
+            "reason": reason,
+        }
 
     def _own_record(self, key: str, nonce: Any, status: Op, ref: str | None) -> bool:
         """Whether the record is already as wanted, by an earlier try whose reply was lost."""

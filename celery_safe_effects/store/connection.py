@@ -17,47 +17,15 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import psycopg
 from psycopg import pq
-from psycopg.conninfo import make_conninfo
 from psycopg.types.numeric import Int8Dumper
 
-from ..errors import ConfigurationError, StoreUnavailable
+from ..address import conninfo_from_url
+from ..errors import StoreUnavailable
 
 CONNECT_TIMEOUT = 5
 R = TypeVar("R")
 _EVENTS: Final = (0, select.POLLIN, select.POLLOUT, select.POLLIN | select.POLLOUT)
 """What to wait for, by psycopg's numbers: 1 to read, 2 to write, 3 for either."""
-
-
-def conninfo_from_url(url: str) -> str:
-    """Turn a SQLAlchemy database URL (or a libpq one) into libpq's form.
-
-    Arguments:
-        url: such as ``postgresql+psycopg://user@host/name``.
-
-    Returns:
-        a conninfo string or URI for psycopg.
-
-    Raises:
-        ConfigurationError: when it is not a PostgreSQL URL.
-    """
-    scheme, sep, rest = url.partition("://")
-    if not sep:
-        if "=" in url:
-            return url
-        raise ConfigurationError(
-            "safe_effects_database_url is not a database URL; write postgresql+psycopg://user:password@host/name"
-        )
-    dialect = scheme.partition("+")[0]
-    if dialect not in ("postgresql", "postgres"):
-        raise ConfigurationError(
-            f"safe_effects_database_url names {dialect!r}; only PostgreSQL can hold the truth "
-            "(postgresql+psycopg://user:password@host/name)"
-        )
-    conninfo = f"postgresql://{rest}"
-    try:
-        return make_conninfo(conninfo)
-    except psycopg.ProgrammingError as exc:
-        raise ConfigurationError(f"safe_effects_database_url cannot be parsed: {exc}") from None
 
 
 class StatementTimeout(psycopg.OperationalError):

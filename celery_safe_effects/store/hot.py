@@ -15,6 +15,7 @@ from uuid import UUID
 import psycopg
 from psycopg.rows import namedtuple_row
 
+from ..address import quote_schema
 from ..config import Config
 from ..errors import SchemaMismatch, StoreUnavailable
 from . import migrate, statements
@@ -90,7 +91,7 @@ class Store:
             statement_timeout=config.statement_timeout,
             prepare=config.prepare,
         )
-        schema = migrate.quote_schema(config.schema)
+        schema = quote_schema(config.schema)
         commit = "NULL::text" if config.strict_durability else "set_config('synchronous_commit', 'off', true)"
         self.sql = {
             name: text.replace("{s}", schema).replace("{async}", commit)

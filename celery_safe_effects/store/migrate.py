@@ -6,12 +6,16 @@ Callable from the command line, from Alembic (``upgrade(op.get_bind())``) and fr
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final
 
-from ..errors import ConfigurationError, SchemaMismatch
+from psycopg.pq import TransactionStatus
+
+from ..address import conninfo_from_url, quote_schema
+from ..errors import SchemaMismatch
 
 LOCK_KEY: Final = 7_236_071_155  # any fixed number: the same for every version of the library
 DEFAULT_SCHEMA: Final = "safe_effects"
@@ -24,19 +28,6 @@ class Migration:
     version: int
     name: str
     sql: str
-
-
-def quote_schema(schema: str) -> str:
-    """Quote a schema name for use in SQL text.
-
-    Raises:
-        ConfigurationError: for a name that no statement can carry safely.
-    """
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_$]{0,62}", schema):
-        raise ConfigurationError(
-            f"safe_effects_schema {schema!r} is not a plain identifier (letters, digits, underscores; at most 63)"
-        )
-    return f'"{schema}"'
 
 
 def migrations() -> list[Migration]:
@@ -72,7 +63,7 @@ def upgrade(target: Any, schema: str = DEFAULT_SCHEMA) -> list[int]:
         import psycopg
         from sqlalchemy import create_engine, pool
 
-        from .connection import CONNECT_TIMEOUT, conninfo_from_url
+        from .connection import CONNECT_TIMEOUT
 
         conninfo = conninfo_from_url(target)
         engine = create_engine(
@@ -87,44 +78,53 @@ def upgrade(target: Any, schema: str = DEFAULT_SCHEMA) -> list[int]:
     if hasattr(target, "begin") and hasattr(target, "dialect") and not hasattr(target, "exec_driver_sql"):
         with target.begin() as connection:
             return upgrade(connection, schema)
-    return _upgrade(_cursor_of(target), schema)
+    return _upgrade(_driver(target), schema)
 
 
-def _cursor_of(target: Any) -> Any:
+def _driver(target: Any) -> Any:
+    """The psycopg connection under a caller's one, its transaction begun where its framework begins them."""
     if hasattr(target, "exec_driver_sql"):  # SQLAlchemy Connection
-        return target.connection.driver_connection.cursor()
+        if not target.in_transaction():
+            target.exec_driver_sql("SELECT 1")  # else its commit() would not know of ours
+        return target.connection.driver_connection
     if hasattr(target, "ensure_connection"):  # Django
         target.ensure_connection()
-        return target.connection.cursor()
-    return target.cursor()
+        return target.connection
+    return target
 
 
-def _upgrade(cursor: Any, schema: str) -> list[int]:
+def _upgrade(connection: Any, schema: str) -> list[int]:
+    # In autocommit, the lock would be released at once and a failure leave half a migration.
+    alone = connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE
+    with connection.transaction() if alone else contextlib.nullcontext(), connection.cursor() as cursor:
+        return _apply(cursor, schema)
+
+
+def _apply(cursor: Any, schema: str) -> list[int]:
     quoted = quote_schema(schema)
-    with cursor:
-        cursor.execute("SELECT pg_advisory_xact_lock(%s::bigint)", (LOCK_KEY,))
-        cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {quoted}")
-        cursor.execute(
-            f"CREATE TABLE IF NOT EXISTS {quoted}.schema_version (version integer PRIMARY KEY, name text NOT NULL,"
-            " applied_at timestamptz NOT NULL DEFAULT clock_timestamp())"
+    cursor.execute("SELECT pg_advisory_xact_lock(%s::bigint)", (LOCK_KEY,))
+    cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {quoted}")
+    cursor.execute(
+        f"CREATE TABLE IF NOT EXISTS {quoted}.schema_version (version integer PRIMARY KEY, name text NOT NULL,"
+        " applied_at timestamptz NOT NULL DEFAULT clock_timestamp())"
+    )
+    cursor.execute(f"SELECT coalesce(max(version), 0) FROM {quoted}.schema_version")
+    present = cursor.fetchone()[0]
+    known = migrations()
+    if present > known[-1].version:
+        raise SchemaMismatch(
+            f"schema {schema!r} is at version {present}, this library knows {known[-1].version}; "
+            "upgrade celery-safe-effects",
+            present=present,
+            needed=known[-1].version,
         )
-        cursor.execute(f"SELECT coalesce(max(version), 0) FROM {quoted}.schema_version")
-        present = cursor.fetchone()[0]
-        known = migrations()
-        if present > known[-1].version:
-            raise SchemaMismatch(
-                f"schema {schema!r} is at version {present}, this library knows {known[-1].version}; "
-                "upgrade celery-safe-effects",
-                present=present,
-                needed=known[-1].version,
+    applied = []
+    for migration in known:
+        if migration.version > present:
+            cursor.execute(migration.sql.replace("{schema}", quoted))
+            cursor.execute(
+                f"INSERT INTO {quoted}.schema_version (version, name) VALUES (%s, %s)",
+                (migration.version, migration.name),
             )
-        applied = []
-        for migration in known:
-            if migration.version > present:
-                cursor.execute(migration.sql.replace("{schema}", quoted))
-                cursor.execute(
-                    f"INSERT INTO {quoted}.schema_version (version, name) VALUES (%s, %s)",
-                    (migration.version, migration.name),
-                )
-                applied.append(migration.version)
-        return applied
+            applied.append(migration.version)
+    return applied

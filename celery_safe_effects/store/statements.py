@@ -383,7 +383,8 @@ RETURNING j.id, j.seq, j.task, j.status, j.envelope, j.generation, j.args_digest
           CASE WHEN j.run_after > clock_timestamp() THEN j.run_after END AS run_after, {async} AS a
 """
 
-# 14: whoever asks takes the question for longer than any lookup may take; the time of asking is the database's, from before the lookup.
+# 14: whoever asks takes the question for longer than any lookup may take; the time of asking is the database's, from
+# before the lookup.
 RECONCILE_DUE: Final = (
     """
 WITH due AS (

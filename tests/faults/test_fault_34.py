@@ -80,6 +80,27 @@ def test_fault_34_an_operators_retry_replays_too(
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_fault_34_a_job_that_was_sent_instead_is_a_later_step_too(
+    app: Celery, workers: Workers, provider: Provider, sql: Sql, primary_proxy: TcpProxy
+) -> None:
+    primary_proxy.refuse()
+    first = workers("a")
+    url = f"http://{primary_proxy.host}:{primary_proxy.port}"
+    job_id = app.tasks["tests.with_child"].delay(url, "gate").id
+    reached(provider, "gate")
+    first.kill()
+    primary_proxy.accept()
+    open_gate(provider, "gate")
+    workers("b")
+    becomes(sql, job_id, "succeeded")
+    (child,) = sql("SELECT id FROM jobs WHERE parent_id = %s", job_id)
+    becomes(sql, child["id"], "succeeded")
+    (row,) = ledger(provider)
+    assert (row["kind"], row["key"]) == ("fallback", f"{child['id']}:1")
+    assert provider.received("primary") == 0
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
 def test_fault_34_a_fallback_in_doubt_leaves_the_primary_alone(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, primary_proxy: TcpProxy
 ) -> None:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
+import psycopg
 import pytest
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
@@ -635,6 +636,46 @@ def test_a_late_outcome_confirms_its_own_operation_and_a_second_one_is_a_double_
         assert lab.status(job) == "queued"
         lab.run(task, job=job)
         assert lab.row(job)["result"] == "late"
+
+
+# -- effects in the same database --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("then", ["commits", "rolls back", "raises before", "raises after", "forgets"])
+def test_confirm_commits_the_outcome_with_the_users_own_rows(lab: Lab, database_url: str, then: str) -> None:
+    """Exactly once: the record and the row are both there, or neither is and the effect runs again."""
+    lab.sql("CREATE TABLE public.books (entry text)")
+    attempts: list[int] = []
+
+    def write(op: Any) -> Any:
+        attempts.append(op.attempt)
+        good = len(attempts) > 1
+        with psycopg.connect(database_url.replace("+psycopg", "")) as conn:
+            conn.execute("INSERT INTO public.books VALUES ('entry')")
+            if then == "raises before" and not good:
+                raise ValueError("before the confirmation")
+            op.confirm("entry-1", {"n": 1}, transaction=conn)
+            if then in ("rolls back", "forgets") and not good:
+                conn.rollback()
+        if then == "rolls back" and not good:
+            raise ValueError("rolled back")
+        if then == "raises after":
+            raise ValueError("after the commit")
+        return "ignored"
+
+    a = lab.effect("a", not_happened_on=ValueError)
+    lab.behaviour["a"] = write
+    task = lab.task(lambda self: a().result, effects=[a])
+    job = lab.run(task)
+    expected = 1 if then in ("commits", "raises after") else 2
+    if expected == 2:
+        assert lab.operations(job) == {"1": "not_happened"}
+        assert lab.sql("SELECT * FROM public.books") == []
+        lab.sql("UPDATE job SET run_after = NULL")
+        lab.run(task, job=job)
+    assert attempts == list(range(1, expected + 1))
+    assert lab.sql("SELECT * FROM public.books") == [{"entry": "entry"}]
+    assert (lab.row(job)["outcome_ref"], lab.row(job)["result"]) == ("entry-1", {"n": 1})
 
 
 # -- whole body --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,9 +12,12 @@ from typing import Any
 
 import psycopg
 import pytest
+from alembic import command
+from alembic.config import Config
 from celery import Celery
 from sqlalchemy import create_engine, pool, text
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
 
 from celery_safe_effects.store import migrate
 from celery_safe_effects.testing import eventually
@@ -50,27 +54,25 @@ def applied(dsn: str, schema: str = "safe_effects") -> list[int] | None:
         return [row[0] for row in rows]
 
 
-def run(folder: Path, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a command of Python in a folder, with this checkout to import."""
+def run(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, with this checkout to import."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env={"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin:/bin", "PYTHONWARNINGS": "error::DeprecationWarning"},
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", **env},
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
-    if check:
-        assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def write(folder: Path, **files: str) -> None:
-    """Write files; `__` in a name stands for a slash."""
+def write(folder: Path, files: dict[str, str]) -> None:
+    """Write files, by their names."""
     for name, content in files.items():
-        path = folder / name.replace("__", "/")
-        path = path.with_name(f"{path.name}.py")
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(content))
 
@@ -126,46 +128,35 @@ def test_a_connection_in_autocommit_gets_all_or_nothing(empty_dsn: str, monkeypa
 
 
 AT_ONCE = """
-import sys, time
-from pathlib import Path
-import psycopg
+import os, sys
+import psycopg, sqlalchemy
 from celery_safe_effects.store import migrate
-how, url, gate = sys.argv[1:]
-Path(f"{gate}.{how}").touch()
-while not Path(gate).exists():
-    time.sleep(0.005)
-if how.startswith("url"):
-    print(migrate.upgrade(url))
-else:
-    autocommit = how.startswith("autocommit")
-    with psycopg.connect(url.replace("+psycopg", "", 1), autocommit=autocommit) as connection:
-        print(migrate.upgrade(connection))
+url = sys.argv[1]
+read, write = os.pipe()
+
+def once(how):
+    os.close(write)
+    os.read(read, 1)  # all begin when the parent closes its end
+    if how == "url":
+        return migrate.upgrade(url)
+    with psycopg.connect(url.replace("+psycopg", "", 1), autocommit=how == "autocommit") as connection:
+        return migrate.upgrade(connection)
+
+for n in range(8):
+    if os.fork() == 0:
+        print(once(["url", "transaction", "autocommit"][n % 3]), flush=True)
+        os._exit(0)
+os.close(write)
+print([os.wait()[1] for _ in range(8)])
 """
 
 
-def test_eight_processes_at_once(tmp_path: Path, empty_database_url: str, empty_dsn: str) -> None:
+def test_eight_processes_at_once(empty_database_url: str, empty_dsn: str) -> None:
     """One of them does it, the others wait and find it done."""
-    gate = tmp_path / "gate"
-    ways = [f"{how}{n}" for how in ("url", "transaction", "autocommit") for n in range(3)][:8]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", AT_ONCE, how, empty_database_url, str(gate)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for how in ways
-    ]
-    try:
-        eventually(lambda: all(Path(f"{gate}.{how}").exists() for how in ways), 40, message="all are ready")
-        gate.touch()
-        answers = [process.communicate(timeout=40) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [error for _, error in answers] == [""] * 8
-    assert sorted(out.strip() for out, _ in answers) == sorted([str(LATEST), *["[]"] * 7])
+    done = run(ROOT, "-c", AT_ONCE, empty_database_url)
+    *answers, statuses = done.stdout.split("\n")[:-1]
+    assert statuses == str([0] * 8), done.stderr
+    assert sorted(answers) == sorted([str(LATEST), *["[]"] * 7])
     assert applied(empty_dsn) == LATEST
 
 
@@ -173,133 +164,118 @@ def test_eight_processes_at_once(tmp_path: Path, empty_database_url: str, empty_
 
 
 @pytest.fixture
-def alembic(tmp_path: Path, empty_database_url: str) -> Path:
-    """A migration environment as `alembic init` makes it, with a migration of the shop's own around ours."""
-    (tmp_path / "alembic.ini").write_text(
-        f"[alembic]\nscript_location = %(here)s/alembic\nsqlalchemy.url = {empty_database_url}\n"
-        "path_separator = os\n"
-    )
-    (tmp_path / "alembic" / "versions").mkdir(parents=True)
-    (tmp_path / "alembic" / "script.py.mako").write_text("")
+def alembic(tmp_path: Path, empty_database_url: str) -> Config:
+    """A migration environment as `alembic init` makes it, with a migration that makes a table of the shop and ours."""
     write(
         tmp_path,
-        alembic__env="""
-            from alembic import context
-            from sqlalchemy import engine_from_config, pool
+        {
+            "env.py": """
+                from alembic import context
+                from sqlalchemy import engine_from_config, pool
 
-            section = context.config.get_section(context.config.config_ini_section)
-            connectable = engine_from_config(section, prefix="sqlalchemy.", poolclass=pool.NullPool)
-            with connectable.connect() as connection:
-                context.configure(connection=connection, target_metadata=None)
-                with context.begin_transaction():
-                    context.run_migrations()
-        """,
-        alembic__versions__one="""
-            from alembic import op
-            from celery_safe_effects.store.migrate import upgrade as upgrade_safe_effects
+                section = context.config.get_section(context.config.config_ini_section)
+                connectable = engine_from_config(section, prefix="sqlalchemy.", poolclass=pool.NullPool)
+                with connectable.connect() as connection:
+                    context.configure(connection=connection, target_metadata=None)
+                    with context.begin_transaction():
+                        context.run_migrations()
+            """,
+            "versions/one.py": """
+                from alembic import op
+                from celery_safe_effects.store.migrate import upgrade as upgrade_safe_effects
 
-            revision, down_revision = "one", None
+                revision, down_revision = "one", None
 
-            def upgrade():
-                op.execute("CREATE TABLE public.orders (id text PRIMARY KEY)")
-                upgrade_safe_effects(op.get_bind())
+                def upgrade():
+                    op.execute("CREATE TABLE public.orders (id text PRIMARY KEY)")
+                    upgrade_safe_effects(op.get_bind())
 
-            def downgrade():
-                op.execute("DROP SCHEMA safe_effects CASCADE")
-                op.execute("DROP TABLE public.orders")
-        """,
+                def downgrade():
+                    op.execute("DROP SCHEMA safe_effects CASCADE")
+                    op.execute("DROP TABLE public.orders")
+            """,
+        },
     )
-    return tmp_path
+    config = Config()
+    config.set_main_option("script_location", str(tmp_path))
+    config.set_main_option("sqlalchemy.url", empty_database_url)
+    return config
 
 
-def test_through_alembic(alembic: Path, empty_dsn: str) -> None:
-    run(alembic, "-m", "alembic", "upgrade", "head")
+def test_through_alembic(alembic: Config, tmp_path: Path, empty_dsn: str) -> None:
+    command.upgrade(alembic, "head")
     assert applied(empty_dsn) == LATEST
-    run(alembic, "-m", "alembic", "downgrade", "base")
+    command.downgrade(alembic, "base")
     assert applied(empty_dsn) is None
     # A migration that fails later in the same transaction takes ours along.
-    write(
-        alembic,
-        alembic__versions__two="""
-            from alembic import op
+    fails = """
+        from alembic import op
 
-            revision, down_revision = "two", "one"
+        revision, down_revision = "two", "one"
 
-            def upgrade():
-                op.execute("SELECT 1 / 0")
-        """,
-    )
-    failed = run(alembic, "-m", "alembic", "upgrade", "head", check=False)
-    assert "division by zero" in failed.stderr
+        def upgrade():
+            op.execute("SELECT 1 / 0")
+    """
+    write(tmp_path, {"versions/two.py": fails})
+    with pytest.raises(DBAPIError, match="division by zero"):
+        command.upgrade(alembic, "head")
     assert applied(empty_dsn) is None
 
 
-@pytest.fixture
-def django(tmp_path: Path, empty_database_url: str) -> Path:
-    """A project with one application, whose only migration calls ours."""
+@pytest.mark.parametrize("atomic", [True, False])
+def test_through_django(tmp_path: Path, empty_database_url: str, empty_dsn: str, atomic: bool) -> None:
     url = make_url(empty_database_url)
+    database = {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": url.database,
+        "USER": url.username,
+        "PASSWORD": url.password,
+        "HOST": url.host,
+        "PORT": url.port,
+    }
     write(
         tmp_path,
-        settings=f"""
-            SECRET_KEY = "x"
-            INSTALLED_APPS = ["shop"]
-            USE_TZ = True
-            DATABASES = {{
-                "default": {{
-                    "ENGINE": "django.db.backends.postgresql",
-                    "NAME": {url.database!r},
-                    "USER": {url.username!r},
-                    "PASSWORD": {url.password!r},
-                    "HOST": {url.host!r},
-                    "PORT": {url.port!r},
-                }}
-            }}
-        """,
-        shop____init__="",
-        shop__migrations____init__="",
-        shop__migrations__one="""
-            from django.db import migrations
+        {
+            "settings.py": f"""
+                SECRET_KEY = "x"
+                INSTALLED_APPS = ["shop"]
+                USE_TZ = True
+                DATABASES = {{"default": {database!r}}}
+            """,
+            "shop/__init__.py": "",
+            "shop/migrations/__init__.py": "",
+            "shop/migrations/0001_initial.py": f"""
+                from django.db import migrations
 
-            from celery_safe_effects.store.migrate import upgrade
+                from celery_safe_effects.store.migrate import upgrade
 
 
-            class Migration(migrations.Migration):
-                operations = [
-                    migrations.RunSQL("CREATE TABLE orders (id text PRIMARY KEY)", "DROP TABLE orders"),
-                    migrations.RunPython(
-                        lambda apps, editor: upgrade(editor.connection),
-                        lambda apps, editor: editor.execute("DROP SCHEMA safe_effects CASCADE"),
-                    ),
-                ]
-        """,
+                class Migration(migrations.Migration):
+                    atomic = {atomic}
+                    operations = [
+                        migrations.RunPython(
+                            lambda apps, editor: upgrade(editor.connection),
+                            lambda apps, editor: editor.execute("DROP SCHEMA safe_effects CASCADE"),
+                        ),
+                    ]
+            """,
+        },
     )
-    return tmp_path
+    steps = """
+        import django
+        from django.core.management import call_command
 
-
-def test_through_django(django: Path, empty_dsn: str) -> None:
-    manage = ("-m", "django", "migrate", "--settings=settings")
-    run(django, *manage)
+        django.setup()
+        call_command("migrate")
+        call_command("migrate")
+        call_command("migrate", "shop", "zero")
+        call_command("migrate", "shop", "0001")
+    """
+    run(tmp_path, "-c", textwrap.dedent(steps), DJANGO_SETTINGS_MODULE="settings")
     assert applied(empty_dsn) == LATEST
-    run(django, *manage)
-    run(django, *manage, "shop", "zero")
-    assert applied(empty_dsn) is None
-    write(
-        django,
-        shop__migrations__two="""
-            from django.db import migrations
-
-            from celery_safe_effects.store.migrate import upgrade
-
-
-            class Migration(migrations.Migration):
-                dependencies = [("shop", "one")]
-                operations = [migrations.RunSQL("SELECT 1 / 0")]
-        """,
-    )
-    one = django / "shop" / "migrations" / "one.py"
-    one.write_text(one.read_text().replace("    operations = [", "    atomic = False\n    operations = [", 1))
-    assert "division by zero" in run(django, *manage, check=False).stderr
-    assert applied(empty_dsn) == LATEST, "a migration of its own transaction stays"
+    with psycopg.connect(empty_dsn) as connection:
+        names = connection.execute("SELECT app, name FROM django_migrations").fetchall()
+    assert names == [("shop", "0001_initial")]
 
 
 # -- another name ------------------------------------------------------------------------------------------------------

@@ -262,6 +262,21 @@ def add_tasks(app: Celery) -> None:
         gate(name)
         return done.ref
 
+    @task("fallback", [fallback])
+    def by_a_child(self: Any, why: str) -> Any:
+        """The second choice, as a job of its own."""
+        return fallback(why).ref
+
+    @task("with_child", [primary])
+    def with_child(self: Any, url: str, name: str) -> Any:
+        """The first choice, else a job that does it; then a gate."""
+        try:
+            done = primary(url).ref
+        except ConnectionRefusedError:
+            done = by_a_child.delay("refused connection").id
+        gate(name)
+        return done
+
     @task("branches", [saying_no, not_reaching, fallback])
     def branches(self: Any, which: str, how: str, name: str) -> Any:
         """Takes the branch that the exception's class shows."""

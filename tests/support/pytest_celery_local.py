@@ -16,11 +16,13 @@ import subprocess
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from celery import Celery
 from pytest_celery import (
     CeleryTestBackend,
     CeleryTestBroker,
@@ -34,7 +36,9 @@ from pytest_celery.vendors.rabbitmq.defaults import RABBITMQ_IMAGE
 from pytest_celery.vendors.redis.defaults import REDIS_IMAGE
 
 from celery_safe_effects.testing import LocalServer, WorkerProcess
+from example_project.provider_client import Provider
 from tests.support.brokers import Broker
+from tests.support.processes import APP, ROOT, process_environment
 
 CONTAINERS_VARIABLE = "SAFE_EFFECTS_TEST_CONTAINERS"  # 0 never, 1 without asking
 
@@ -210,6 +214,27 @@ class LocalTestWorker(CeleryTestWorker):
     def hostname(self) -> str:
         """The node's full name."""
         return str(self.container.process.node)
+
+
+@contextmanager
+def safe_worker(
+    name: str, conf: Mapping[str, Any], app: Celery, provider: Provider, folder: Path
+) -> Iterator[CeleryTestWorker]:
+    """A worker of the test application as one more node of a setup.
+
+    Args:
+        name: its node name before the `@`.
+        conf: its settings.
+        app: the setup's application.
+        provider: the provider that its effects call.
+        folder: where its log goes.
+    """
+    log = folder / f"{name}.log"
+    process = WorkerProcess(APP, name=name, env=process_environment(conf, provider), cwd=ROOT, log_path=log)
+    with process.start():
+        worker = LocalTestWorker(LocalWorkerContainer(process), app)
+        yield worker
+        worker.teardown()
 
 
 def write_content(folder: Path, content: Mapping[str, bytes]) -> None:
