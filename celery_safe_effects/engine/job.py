@@ -104,6 +104,8 @@ class ActiveJob:
         self._lock = threading.Lock()
         self._open: set[str] = set()
         self._enlisted: set[UUID] = set()
+        self._passed: int = row.passed
+        self._not_passed: int = 0
         self._ordinal = 0
         # What an earlier generation (before ``self.replace()``) recorded is not this body's.
         self._recorded = {r.key: r for r in recorded or () if r.keyed or r.key == self.key(r.step)}
@@ -175,6 +177,8 @@ class ActiveJob:
                 return replayed
             if self.parked is not None:
                 raise OutcomeUnknown(f"job {self.id} is parked; no further effect starts", job_id=self.id)
+            if keyed is not None:
+                self.pass_over()  # the answer may be another job's, and no intent of this one
             intent = Intent(
                 key=key,
                 step=name,
@@ -187,6 +191,25 @@ class ActiveJob:
                 **intent_options(effect, self.prefork),
             )
             return self._perform(effect, intent, bound, shown)
+
+    def pass_over(self) -> None:
+        """The body does something else than an effect of its own: steps that did not happen are behind it now.
+
+        Raises:
+            LeaseLost: nothing else may be done.
+        """
+        if self._not_passed > self._passed:
+            rows = self._insist(
+                "WENT_ON",
+                until=self.held.trusted,
+                id=self.id,
+                token=self.lease.token,
+                fence=self.fence,
+                ordinal=self._not_passed,
+            )
+            if not rows:
+                raise self._lost()
+            self._passed = rows[0].passed
 
     def key(self, step: str) -> str:
         """The operation key of a step; after ``self.replace()`` it carries the generation."""
@@ -218,8 +241,9 @@ class ActiveJob:
             return None
         self._same_call(effect, record, step, digest)
         error = canonical.decode(record.error)
-        if record.status == Op.NOT_HAPPENED and error is not None and record.ordinal < self._last_recorded:
-            # A later step was recorded, so the body went on from this very exception: it must do so again.
+        behind = record.ordinal < self._last_recorded or record.ordinal <= self._passed
+        if record.status == Op.NOT_HAPPENED and error is not None and behind:
+            # The body went on from this very exception: it must do so again.
             raise failures.from_json(error)
         return self._settled(record, replayed=True)
 
@@ -346,6 +370,7 @@ class ActiveJob:
         if status == Op.REFUSED:
             raise EffectRefused(f"{effect.name} was refused: {exc}", key=intent.key) from exc
         if status == Op.NOT_HAPPENED:
+            self._not_passed = max(self._not_passed, intent.ordinal)
             if not intent.repeatable:
                 self.not_happened = exc
             raise exc
@@ -376,6 +401,7 @@ class ActiveJob:
                     f"the transaction given to op.confirm() of {intent.key} was not committed; nothing happened"
                 )
                 self.not_happened = why
+                self._not_passed = max(self._not_passed, intent.ordinal)
                 raise why
             record = self._insist("OPERATION", key=intent.key)[0]
         if record.nonce != nonce or record.status != Op.OUTCOME_CONFIRMED:

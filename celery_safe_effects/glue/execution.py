@@ -119,7 +119,8 @@ class Execution:
         self.request.retries = row.retries
         held = self.safe.keeper.hold(Lease(self.id, token, row.fence, self.owner), self._ttl(), since)
         recorded = None
-        if row.attempts > 1 and not self.whole_body:
+        # The fence never shrinks; attempts do, by an operator's retry or a deferral.
+        if row.fence > 1 and not self.whole_body:
             try:
                 recorded = self._insist("RECORDED", until=held.trusted, id=self.id)
             except BaseException:

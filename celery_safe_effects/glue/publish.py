@@ -128,8 +128,10 @@ class Publisher:
     def send_task(self, send: Callable[..., Any], name: str, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
         """``app.send_task`` with ids that a replay finds again, and existing jobs in place of new ones."""
         job = current.job()
-        if job is not None and not options.get("task_id"):
-            options["task_id"] = self.child_id(job)
+        if job is not None and options.get("task_id") != job.id:
+            job.pass_over()
+            if not options.get("task_id"):
+                options["task_id"] = self.child_id(job)
         try:
             return send(name, args, kwargs, **options)
         except IdempotencyConflict as exc:

@@ -15,7 +15,7 @@ JOB_FACTS: Final = """
     coalesce(j.publishes > 0 OR j.next_publish_at <= clock_timestamp(), false) AS settle_due,
     j.cancel_requested_at IS NOT NULL AS cancelled, j.outcome_ref,
     j.result::text AS result, j.error::text AS error, j.settled_at IS NOT NULL AS settled, j.settle, j.held,
-    j.open_ops + j.unknown_ops AS unresolved,
+    j.open_ops + j.unknown_ops AS unresolved, j.passed,
     coalesce(LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp(), false) AS dying,
     extract(epoch FROM j.run_after - clock_timestamp())::float8 AS wait_s"""
 
@@ -146,7 +146,7 @@ JOB: Final = "SELECT " + JOB_FACTS + " FROM {s}.job j WHERE j.id = %(id)s"
 # 15: is this database older than the message?
 MISSING: Final = """
 SELECT EXISTS (SELECT FROM {s}.tombstone WHERE id = %(id)s) AS pruned,
-       (SELECT last_value FROM {s}.job_seq_seq) < %(seq)s AS from_the_future
+       (SELECT last_value < %(seq)s OR NOT is_called FROM {s}.job_seq_seq) AS from_the_future
 """
 
 # 15: the database was restored from an older state: park, since nothing tells how far the job had come.
@@ -278,6 +278,13 @@ UPDATE {s}.job j
        retries = coalesce(%(retries)s, j.retries)
  WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
 RETURNING j.attempts < j.max_attempts AS again
+"""
+
+# The body went on from a step that did not happen: a replay must do so too, and not send that step. Durable, before
+# whatever it does instead; where that is another effect of the job, its intent says the same.
+WENT_ON: Final = """
+UPDATE {s}.job j SET passed = greatest(j.passed, %(ordinal)s)
+ WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running' RETURNING j.passed
 """
 
 # 11: is the lease still ours, the job not cancelled, not too old? Renews it with the same word.

@@ -19,20 +19,28 @@ from tests.support.services import Sql
 
 
 @pytest.fixture
-def celery_worker_cluster(
-    celery_worker: CeleryTestWorker,
+def second_worker(
     celery_setup_app: Celery,
     celery_setup_config: Mapping[str, Any],
     database_url: str,
     provider: Provider,
     tmp_path: Path,
+) -> Iterator[CeleryTestWorker]:
+    """Starts while the first one does."""
+    conf = {**FAST, **celery_setup_config, "safe_effects_database_url": database_url}
+    with safe_worker("second", conf, celery_setup_app, provider, tmp_path) as worker:
+        yield worker
+
+
+@pytest.fixture
+def celery_worker_cluster(
+    second_worker: CeleryTestWorker, celery_worker: CeleryTestWorker
 ) -> Iterator[CeleryWorkerCluster]:
     """Two workers, so that one of them can take over."""
-    conf = {**FAST, **celery_setup_config, "safe_effects_database_url": database_url}
-    with safe_worker("second", conf, celery_setup_app, provider, tmp_path) as second:
-        cluster = CeleryWorkerCluster(celery_worker, second)
-        yield cluster
-        cluster.teardown()
+    second_worker.container.process.wait_ready()
+    cluster = CeleryWorkerCluster(celery_worker, second_worker)
+    yield cluster
+    cluster.teardown()
 
 
 def test_a_job_with_one_effect(celery_setup: CeleryTestSetup, provider: Provider, sql: Sql) -> None:

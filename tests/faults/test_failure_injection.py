@@ -123,6 +123,23 @@ def test_a_worker_is_killed_and_another_takes_over(
     assert len(tool.ledger()) == 1
 
 
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_the_lookup_is_asked_before_the_provider_accepts(
+    app: Celery, pair: Callable[..., dict[str, WorkerProcess]], provider: Provider, sql: Sql, acks_late: bool
+) -> None:
+    """Then its "not found" proves nothing: the call is still under way."""
+    provider.control(kind="charge", delay_before=2 * TOOL)
+    both = pair(env={"SAFE_EFFECTS_TEST_DEADLINE": "6"})
+    result = app.tasks["tests.charge"].apply_async(("cus_1", 500))
+    both.pop(started(sql, provider, result.id)).kill()
+    eventually(lambda: provider.stats()["totals"]["lookups"], 10)
+    assert provider.ledger() == []
+
+    wait_status(sql, result.id, "succeeded")
+    assert_log(sql, result.id, [*CONFIRMED, "job running > succeeded #2"])
+    succeeded_once(sql, provider, result.id)
+
+
 def test_cancelled_while_the_effect_runs(
     app: Celery, workers: Workers, tool: Provider, sql: Sql, acks_late: bool
 ) -> None:
@@ -388,3 +405,54 @@ def test_a_worker_pauses_and_goes_on_after_its_lease(
     assert_invariants(sql, tool)
     assert log(sql, result.id) == whole
     assert eventually(lambda: result.state == "SUCCESS", 10)
+
+
+def test_a_worker_pauses_between_effects(
+    app: Celery, pair: Callable[..., dict[str, WorkerProcess]], provider: Provider, sql: Sql, acks_late: bool
+) -> None:
+    """It goes on while the other one runs the same jobs: it neither ends one of them nor starts an effect."""
+    both = pair(concurrency=2)
+    plain = app.tasks["tests.sleep"].apply_async((4,))
+    owner = wait_status(sql, plain.id, "running")["lease_owner"]
+    name = owner.partition("/")[0]
+    paused = both.pop(name)
+    (other,) = both.values()
+    # The other job has to run on the same worker.
+    other.pause("parent")
+    charged = app.tasks["tests.sleep_then_charge"].apply_async((1, "cus_1", 500))
+    wait_status(sql, charged.id, "running")
+    paused.pause()
+    other.resume("parent")
+
+    wait_status(sql, charged.id, "succeeded")
+    eventually(lambda: job(sql, plain.id)["fence"] == 2, 15, message="taken over")
+    paused.resume()
+    eventually(lambda: paused.log().count("is no longer ours") == 2, 15, message="it found out, twice")
+    wait_status(sql, plain.id, "succeeded")
+    taken_over = [
+        *CLAIMED[:3],
+        "job running > queued #1 (lease_expired)",
+        "job queued > leased #2",
+        "job leased > running #2",
+    ]
+    assert_log(sql, plain.id, [*taken_over, "job running > succeeded #2"])
+    assert_log(
+        sql,
+        charged.id,
+        [
+            *taken_over,
+            "1 - > intent_recorded #2",
+            "1 intent_recorded > outcome_confirmed #2",
+            "job running > succeeded #2",
+        ],
+    )
+    actors = sql("SELECT actor FROM transitions WHERE fence = 2")
+    assert all(row["actor"].startswith(f"{other.node}/") for row in actors), actors
+    (ended,) = sql(
+        "SELECT extract(epoch FROM max(at) - min(at))::float8 AS s FROM transitions WHERE job_id = %s AND fence = 2",
+        plain.id,
+    )
+    assert ended["s"] >= 4, "the other one's run was ended before its time"
+    assert provider.received("charge") == 1
+    assert_ledger(provider, sql, charged.id)
+    assert_invariants(sql, provider)

@@ -19,6 +19,7 @@ from tests.support.faults2 import becomes, counted, job_row, ledger, log, open_g
 from tests.support.names import PROVIDER_VARIABLE
 from tests.support.processes import Workers
 from tests.support.services import Sql
+from tests.support.tasks import create_app
 
 pytestmark = pytest.mark.faults
 
@@ -57,11 +58,14 @@ def without_triggers(dsn: str, *statements: str) -> None:
             connection.execute(statement.encode())
 
 
-PRUNE = (
-    "INSERT INTO safe_effects.tombstone (id, tenant, idempotency_key, task, args_digest, status)"
-    " SELECT id, tenant, idempotency_key, task, args_digest, status FROM safe_effects.job",
-    *(f"DELETE FROM safe_effects.{table}" for table in ("job", "operation", "transition")),
-)
+def prune(conf: dict[str, Any]) -> int:
+    """Prune as if all retention times were over, those of the tombstones aside."""
+    pruning = create_app({**conf, "safe_effects_retention": {"succeeded": 0.001}})
+    try:
+        return int(pruning.safe_effects.prune().jobs)
+    finally:
+        pruning.safe_effects.close()
+        pruning.close()
 
 
 def test_fault_37_an_old_snapshot_of_the_broker_after_pruning(
@@ -72,6 +76,7 @@ def test_fault_37_an_old_snapshot_of_the_broker_after_pruning(
     dsn: str,
     broker: Broker,
     own_broker: LocalServer,
+    app_conf: dict[str, Any],
     tmp_path: Path,
 ) -> None:
     jobs = [app.tasks["tests.charge"].delay("cus_1", n).id for n in range(3)]
@@ -81,7 +86,7 @@ def test_fault_37_an_old_snapshot_of_the_broker_after_pruning(
         becomes(sql, job_id, "succeeded")
     assert len(ledger(provider)) == 3
     worker.kill()
-    without_triggers(dsn, *PRUNE)
+    assert prune(app_conf) == 3
 
     restore()
     worker.start()
@@ -93,7 +98,8 @@ def test_fault_37_an_old_snapshot_of_the_broker_after_pruning(
     worker.start()
     eventually(lambda: counted(sql, "stale_deliveries", "no_row") == 6, 15, message="three more")
     assert eventually(lambda: broker.depth() == 0, 5)
-    assert sql("SELECT * FROM jobs") == []
+    for table in ("jobs", "operations", "transitions"):
+        assert sql(f"SELECT * FROM {table}") == []
     assert provider.received("charge") == len(ledger(provider)) == 3
 
 

@@ -30,6 +30,7 @@ CREATE TABLE {schema}.job (
     pending_status      text CHECK (pending_status IN ('queued', 'succeeded', 'failed', 'cancelled')),
     pending_reason      text,
     held                boolean NOT NULL DEFAULT false,
+    passed              integer NOT NULL DEFAULT 0,
     waiting_for         text,
     eta                 timestamptz,
     run_after           timestamptz,
