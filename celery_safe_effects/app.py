@@ -94,8 +94,21 @@ class SafeEffects:
                 if fence is not None:
                     self.keeper.settle(sender.request.id, fence)
 
-        for receiver in (on_setup, on_told):
+        def on_retried(sender: Any = None, request: Any = None, **_: Any) -> None:
+            """RETRY is stored by now, perhaps over the end that another worker has reached meanwhile."""
+            if isinstance(sender, SafeTask) and sender.app is app and request is not None:
+                self.teller.recheck(request.id)
+
+        def on_exit(**_: Any) -> None:
+            """What is not settled would be delivered once more."""
+            if self._keeper is not None:
+                self._keeper.flush()
+
+        for receiver in (on_setup, on_told, on_retried, on_exit):
             self.keep(receiver)
+        celery_signals.task_retry.connect(on_retried, weak=False)
+        celery_signals.worker_process_shutdown.connect(on_exit, weak=False)
+        celery_signals.worker_shutdown.connect(on_exit, weak=False)
         celery_signals.celeryd_after_setup.connect(on_setup, weak=False)
         celery_signals.task_success.connect(on_told, weak=False)
         celery_signals.task_failure.connect(on_told, weak=False)

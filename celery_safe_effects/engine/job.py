@@ -104,6 +104,7 @@ class ActiveJob:
         self._lock = threading.Lock()
         self._open: set[str] = set()
         self._enlisted: set[UUID] = set()
+        self._unrecorded: set[UUID] = set()
         self._passed: int = row.passed
         self._not_passed: int = 0
         self._ordinal = 0
@@ -190,7 +191,14 @@ class ActiveJob:
                 whole_body=False,
                 **intent_options(effect, self.prefork),
             )
-            return self._perform(effect, intent, bound, shown)
+            nonce = uuid4()
+            self._unrecorded.add(nonce)
+            try:
+                return self._perform(effect, intent, nonce, bound, shown)
+            finally:
+                # Interrupted (a time limit, a shutdown) between its intent and the record of its outcome.
+                if nonce in self._unrecorded and self.parked is None:
+                    self._unknown(key, "its outcome was not recorded")
 
     def pass_over(self) -> None:
         """The body does something else than an effect of its own: steps that did not happen are behind it now.
@@ -273,12 +281,17 @@ class ActiveJob:
         return None
 
     def _perform(
-        self, effect: Effect[Any, Any], intent: Intent, bound: inspect.BoundArguments, shown: Mapping[str, Any]
+        self,
+        effect: Effect[Any, Any],
+        intent: Intent,
+        nonce: UUID,
+        bound: inspect.BoundArguments,
+        shown: Mapping[str, Any],
     ) -> Outcome[Any]:
         options = effect.options
         if not self.held.trusted():
+            self._unrecorded.discard(nonce)
             raise self._lost()
-        nonce = uuid4()
         started = clock()
         expires = started + options.deadline if options.deadline and not options.repeatable else None
         kill = options.deadline if self.prefork and options.kill_at_deadline and not options.repeatable else None
@@ -288,10 +301,9 @@ class ActiveJob:
             except STORE_ERRORS as exc:
                 raise self._lost() from exc
             if row is None:
-                found = self._not_recorded(effect, intent, nonce, live)
-                if isinstance(found, Outcome):
-                    return found
-                row = found
+                row = self._not_recorded(effect, intent, nonce, live)
+                if isinstance(row, Outcome):
+                    return row
             if (expires is not None and clock() >= expires) or not self.held.trusted():
                 # The call has not begun, which its owner can prove.
                 self._record(intent, nonce, Op.NOT_HAPPENED, evidence={"not_called": "its time was over"})
@@ -325,6 +337,7 @@ class ActiveJob:
     def _not_recorded(self, effect: Effect[Any, Any], intent: Intent, nonce: Any, live: bool) -> Outcome[Any] | Any:
         """The intent statement changed nothing: say why, or find that an earlier try of it got through."""
         if not live:
+            self._unrecorded.discard(nonce)
             found = self._insist("JOB", until=self.held.trusted, id=self.id)
             job = found[0] if found else None
             ours = job is not None and (job.lease_token, job.fence) == (self.lease.token, self.fence)
@@ -334,6 +347,7 @@ class ActiveJob:
         record = self._insist("OPERATION", until=self.held.trusted, key=intent.key)[0]
         if record.nonce == nonce:
             return self._insist("INTENT_OF", until=self.held.trusted, key=intent.key)[0]
+        self._unrecorded.discard(nonce)
         if record.job_id != self.id or intent.keyed:
             if record.effect != effect.name or record.args_digest != intent.args_digest:
                 raise IdempotencyConflict(
@@ -390,6 +404,7 @@ class ActiveJob:
     def _after_confirm(self, intent: Intent, nonce: UUID, raised: BaseException | None) -> Outcome[Any]:
         """Whether the caller's transaction was committed, the record itself says: nothing here is ever unknown."""
         record = self._insist("OPERATION", key=intent.key)[0]
+        self._unrecorded.discard(nonce)
         if record.nonce == nonce and record.status == Op.INTENT_RECORDED:
             error = failures.to_json(raised) if raised is not None else None
             # Waits for the row if the transaction is being committed at this moment, and then finds it resolved.
@@ -453,6 +468,7 @@ class ActiveJob:
             raise self._lost()
         if row[0].status is None and not self._own_record(key, nonce, status, ref):
             raise self._lost()
+        self._unrecorded.discard(nonce)
         if row[0].doubled:
             self._double(key, ref)
         if not row[0].held:

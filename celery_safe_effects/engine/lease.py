@@ -115,15 +115,19 @@ class LeaseKeeper:
         tick = min(self.TICK, self.interval / 2)
         while self._pid == os.getpid():
             self._wake.wait(tick)
-            if self._ended:
-                self.flush()
-            if clock() - self._last >= self.interval - tick / 2:
-                self._last = clock()
-                self.renew()
+            try:
+                if self._ended:
+                    self.flush()
+                if clock() - self._last >= self.interval - tick / 2:
+                    self._last = clock()
+                    self.renew()
+            except Exception:
+                # Without this thread every lease of the process would run out.
+                logger.exception("renewing leases failed; trying again")
 
     def renew(self) -> None:
         """Renew every lease once; what the statement does not return is lost."""
-        leases = [held for held in self._held if not held.lost]
+        leases = [held for held in list(self._held) if not held.lost]
         if not leases:
             return
         since = clock()

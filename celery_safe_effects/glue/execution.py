@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from uuid import uuid4
 
-from celery import states
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 
@@ -285,12 +283,8 @@ class Execution:
 
     def _started(self) -> None:
         task = self.task
-        if task._store_started and not self.request.ignore_result:
-            try:
-                meta = {"pid": os.getpid(), "hostname": self.request.hostname}
-                task.backend.store_result(self.id, meta, states.STARTED, request=self.request)
-            except Exception:
-                logger.warning("STARTED of job %s could not be stored", self.id, exc_info=True)
+        if task._store_started:
+            self.safe.teller.started(task, self.id, self.request)
         before_start = type(task)._user_before_start
         if before_start is not None:
             before_start(task, self.id, self.args, self.kwargs)

@@ -25,11 +25,11 @@ from ..engine.lease import clock
 from ..errors import (
     AcceptanceUnknown,
     AdmissionRejected,
-    ConfigurationError,
     IdempotencyConflict,
     PayloadInvalid,
     PayloadTooLarge,
     ReplayMismatch,
+    SafeEffectsError,
     SchemaMismatch,
     StoreUnavailable,
 )
@@ -50,6 +50,8 @@ OURS: Final = ("idempotency_key", "tenant", "pool", "max_attempts", "max_age")
 DEFAULT_TENANT: Final = "default"
 UNBOUNDED_ATTEMPTS: Final = 2**31 - 1
 ACCEPT_TRIES: Final = 3
+KNOWN_FOR: Final = 30.0
+"""Seconds for which a task name that no worker has declared is taken for a plain one."""
 
 
 class _AlreadyAccepted(Exception):
@@ -83,7 +85,7 @@ class Publisher:
     def __init__(self, safe: SafeEffects) -> None:
         self.safe = safe
         self.app: Celery = safe.app
-        self._known: dict[str, bool] = {}
+        self._known: dict[str, tuple[bool, float]] = {}
 
     # -- installation --------------------------------------------------------------------------------------------------
 
@@ -164,15 +166,15 @@ class Publisher:
         task = self.app.tasks.get(name)
         if task is not None:
             return isinstance(task, SafeTask)
-        if name not in self._known:
+        known, until = self._known.get(name, (False, 0.0))
+        if not known and clock() >= until:
             try:
                 row = self.safe.store.row("KNOWN_TASK", name=name)
-            except (ConfigurationError, StoreUnavailable, psycopg.Error):
-                return False
-            if not (row and row[0]):
-                return False
-            self._known[name] = True
-        return True
+                known = bool(row and row[0])
+            except (SafeEffectsError, psycopg.Error):
+                logger.debug("whether %s is a SafeTask could not be asked", name, exc_info=True)
+            self._known[name] = (known, clock() + KNOWN_FOR)
+        return known
 
     def send_task_message(
         self, send: Callable[..., Any], producer: Any, name: str, message: Any, options: dict[str, Any]

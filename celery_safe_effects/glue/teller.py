@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
+
+from celery import states
 
 from ..states import UNKNOWN_STATE, JobStatus
 
@@ -34,7 +37,18 @@ class Teller:
             self._event(task, request, "task-unknown", uuid=job_id, exception=f"{reason}: {text}", name=task.name)
         except Exception:
             logger.warning("UNKNOWN of job %s could not be shown; its row stands", job_id, exc_info=True)
-        self._recheck(job_id, JobStatus.UNKNOWN)
+        self.recheck(job_id, JobStatus.UNKNOWN)
+
+    def started(self, task: Any, job_id: str, request: Any) -> None:
+        """Show a claimed job as STARTED."""
+        if _ignores_result(task, request):
+            return
+        try:
+            meta = {"pid": os.getpid(), "hostname": request.hostname}
+            task.backend.store_result(job_id, meta, states.STARTED, request=request)
+        except Exception:
+            logger.warning("STARTED of job %s could not be stored", job_id, exc_info=True)
+        self.recheck(job_id, JobStatus.RUNNING)
 
     def cancelled(self, task: Any, job_id: str, request: Any, reason: str, fence: int) -> None:
         """Show a cancelled job as REVOKED, and settle it."""
@@ -53,8 +67,8 @@ class Teller:
         with task.app.events.default_dispatcher(hostname=getattr(request, "hostname", None)) as dispatcher:
             dispatcher.send(kind, **fields)
 
-    def _recheck(self, job_id: str, written: JobStatus) -> None:
-        """What the backend holds now may be older than the row: deliver the end again."""
+    def recheck(self, job_id: str, written: JobStatus | None = None) -> None:
+        """What the backend holds now may be older than the row: if so, deliver the end again."""
         try:
             row = self.safe.store.row("JOB", id=job_id)
             if row is not None and row.status != written and row.settled:

@@ -13,7 +13,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from celery import Celery
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_safe_effects import (
     EffectRefused,
@@ -258,6 +258,34 @@ def test_a_swallowed_unknown_still_parks_and_nothing_further_starts(lab: Lab) ->
     job = lab.run(lab.task(body, effects=[a, b]))
     assert lab.status(job) == "unknown"
     assert [name for name, _ in lab.calls] == ["a"]
+
+
+@pytest.mark.parametrize("at", ["INTENT", "OUTCOME"])
+def test_a_time_limit_between_intent_and_record_parks_and_nothing_further_starts(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Celery's soft limit strikes while a statement is under way; the body takes it for an error of its own."""
+    a, b = lab.effect("a"), lab.effect("b")
+    rows = lab.safe.store.rows
+
+    def interrupted(statement: str, /, **params: Any) -> Any:
+        found = rows(statement, **params)
+        if statement.startswith(at):
+            monkeypatch.undo()
+            raise SoftTimeLimitExceeded
+        return found
+
+    def body(self: Any) -> Any:
+        monkeypatch.setattr(lab.safe.store, "rows", interrupted)
+        with contextlib.suppress(SoftTimeLimitExceeded):
+            a()
+        with contextlib.suppress(OutcomeUnknown):
+            b()
+        return "done"
+
+    job = lab.run(lab.task(body, effects=[a, b]))
+    assert lab.status(job) == ("unknown" if at == "INTENT" else "queued")
+    assert [name for name, _ in lab.calls] == (["a"] if at == "OUTCOME" else [])
 
 
 def test_a_refusal_is_raised_with_its_cause_and_the_same_again_on_replay(lab: Lab) -> None:
