@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 CLOCK_BOOTTIME = 7
@@ -37,9 +38,6 @@ class _ITimerSpec(ctypes.Structure):
     _fields_ = (("interval", _TimeSpec), ("value", _TimeSpec))
 
 
-_DISARMED = _ITimerSpec(_TimeSpec(0, 0), _TimeSpec(0, 0))
-
-
 @functools.lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
     if sys.platform == "linux":
@@ -56,15 +54,25 @@ class _Timers(threading.local):
 
     pid = 0
     timer: ctypes.c_void_p | None = None
+    expires: float | None = None
 
     def get(self, library: ctypes.CDLL) -> ctypes.c_void_p | None:
         if self.pid != os.getpid():
             self.pid = os.getpid()
+            self.expires = None
             timer = ctypes.c_void_p()
             event = _SigEvent(None, signal.SIGKILL, SIGEV_SIGNAL)
             made = library.timer_create(CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(timer)) == 0
             self.timer = timer if made else None
         return self.timer
+
+    def arm(self, library: ctypes.CDLL, expires: float | None) -> bool:
+        """Let the timer fire at a moment of CLOCK_BOOTTIME; ``None`` disarms it."""
+        self.expires = expires
+        left = 0.0 if expires is None else max(expires - time.clock_gettime(CLOCK_BOOTTIME), 1e-6)
+        whole = int(left)
+        spec = _ITimerSpec(_TimeSpec(0, 0), _TimeSpec(whole, int((left - whole) * 1e9)))
+        return bool(library.timer_settime(self.timer, 0, ctypes.byref(spec), None) == 0)
 
 
 _timers = _Timers()
@@ -77,7 +85,7 @@ def available() -> bool:
 
 @contextlib.contextmanager
 def killed_after(seconds: float | None) -> Iterator[bool]:
-    """End this process with SIGKILL if the block takes longer. Not to be nested within a thread.
+    """End this process with SIGKILL if the block takes longer. Nested blocks of a thread keep the earlier end.
 
     Arguments:
         seconds: ``None`` arms nothing.
@@ -86,13 +94,12 @@ def killed_after(seconds: float | None) -> Iterator[bool]:
         whether a timer is armed.
     """
     library = _library() if seconds is not None else None
-    timer = _timers.get(library) if library is not None else None
-    if library is None or timer is None or seconds is None:
+    if library is None or seconds is None or _timers.get(library) is None:
         yield False
         return
-    whole = int(seconds)
-    spec = _ITimerSpec(_TimeSpec(0, 0), _TimeSpec(whole, max(1, int((seconds - whole) * 1e9))))
+    outer = _timers.expires
+    expires = time.clock_gettime(CLOCK_BOOTTIME) + seconds
     try:
-        yield library.timer_settime(timer, 0, ctypes.byref(spec), None) == 0
+        yield _timers.arm(library, expires if outer is None else min(outer, expires))
     finally:
-        library.timer_settime(timer, 0, ctypes.byref(_DISARMED), None)
+        _timers.arm(library, outer)

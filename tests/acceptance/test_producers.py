@@ -55,11 +55,16 @@ EARLY_AND_LATE = pytest.mark.parametrize("acks_late", [False, True], ids=["early
 
 @pytest.fixture
 def app_conf(app_conf: dict[str, Any]) -> dict[str, Any]:
-    """With the tasks that send messages; Redis gives back what a dead worker held after two seconds."""
+    """With the tasks that send messages."""
+    return {**app_conf, "imports": ["tests.support.producer_tasks"]}
+
+
+@pytest.fixture
+def impatient(app_conf: dict[str, Any]) -> None:
+    """Redis gives back what a dead worker held after two seconds; RabbitMQ does so at once."""
     if app_conf["broker_url"].startswith("redis"):
         options = {"visibility_timeout": 2, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
         app_conf["broker_transport_options"] = options
-    return {**app_conf, "imports": ["tests.support.producer_tasks"]}
 
 
 @pytest.fixture
@@ -118,14 +123,6 @@ def end_blocked(sql: Sql) -> None:
     sql(f"{query} WHERE datname = current_database() AND wait_event_type = 'Lock'")
 
 
-@contextmanager
-def nobody_inserts(dsn: str) -> Iterator[None]:
-    """For the while, no row can be written, as during `CREATE INDEX`."""
-    with psycopg.connect(dsn) as connection:
-        connection.execute("LOCK TABLE safe_effects.job IN SHARE MODE")
-        yield
-
-
 @pytest.fixture
 def gate(sql: Sql, dsn: str) -> Callable[..., Any]:
     """`with gate("UPDATE")`: for the while, every claim waits; `with gate("INSERT")`: every new row."""
@@ -147,8 +144,14 @@ def gate(sql: Sql, dsn: str) -> Callable[..., Any]:
     return closed
 
 
+def appears(sql: Sql, job_id: str) -> None:
+    """Wait for the row of a message that came without one."""
+    eventually(lambda: sql("SELECT 1 FROM jobs WHERE id = %s", job_id), 15, message=f"message {job_id} has a row")
+
+
 def ran_once(sql: Sql, provider: Provider, job_id: str, kind: str = "charge") -> None:
     """One job, one run, one call, one row, and the job has its reference."""
+    appears(sql, job_id)
     wait_status(sql, job_id, "succeeded", timeout=20)
     assert_log(sql, job_id, ONE_RUN)
     assert job(sql, job_id)["outcome_ref"] == assert_ledger(provider, sql, job_id, kind=kind)["ref"]
@@ -176,6 +179,7 @@ def test_messages_from_before_the_adoption(
         ran_once(sql, provider, job_id)
         assert eventually(lambda: app.AsyncResult(job_id).state == "SUCCESS", 10)  # noqa: B023 - called here and now
     assert job(sql, later)["started_at"] >= job(sql, later)["eta"]
+    appears(sql, expired)
     wait_status(sql, expired, "cancelled")
     assert_log(sql, expired, ["job - > queued #0", "job queued > cancelled #0 (expired)"])
     assert eventually(lambda: app.AsyncResult(expired).state == "REVOKED", 10)
@@ -189,31 +193,37 @@ def test_messages_from_before_the_adoption(
 
 @pytest.mark.parametrize("long", [False, True], ids=["short", "longer than the lock timeout"])
 def test_the_row_is_durable_before_the_ack(
-    app: Celery, workers: Workers, broker: Broker, provider: Provider, sql: Sql, dsn: str, long: bool
+    app: Celery,
+    workers: Workers,
+    broker: Broker,
+    provider: Provider,
+    sql: Sql,
+    gate: Callable[..., Any],
+    long: bool,
 ) -> None:
     """No row can be written for a while: the message stays with the broker, and all goes well afterwards."""
     worker = workers("a")
-    with nobody_inserts(dsn):
+    with gate("INSERT"):
         (job_id,) = send_without_library(broker, ("tests.charge", ["cus_1", 500], {}))
-        eventually(lambda: blocked(sql, "relation"), 10, 0.01, message="the worker wants to write the row")
+        eventually(lambda: blocked(sql, "advisory"), 10, 0.01, message="the worker wants to write the row")
         if long:
             eventually(lambda: f"{job_id} is not persisted yet" in worker.log(), 10, message="it was refused")
         assert unacknowledged(broker) == 1
         assert app.AsyncResult(job_id).state == "PENDING"
     ran_once(sql, provider, job_id)
     assert eventually(lambda: app.AsyncResult(job_id).state == "SUCCESS", 10)
-    eventually(lambda: unacknowledged(broker) == 0, 10, message="the message is acknowledged")
+    eventually(lambda: unacknowledged(broker) == 0, 5, message="the message is acknowledged")
     assert_invariants(sql, provider)
 
 
 @BOTH_BROKERS
 def test_a_worker_dies_before_the_row_is_there(
-    workers: Workers, broker: Broker, provider: Provider, sql: Sql, dsn: str
+    impatient: None, workers: Workers, broker: Broker, provider: Provider, sql: Sql, gate: Callable[..., Any]
 ) -> None:
     first = workers("a")
-    with nobody_inserts(dsn):
+    with gate("INSERT"):
         (job_id,) = send_without_library(broker, ("tests.charge", ["cus_1", 500], {}))
-        eventually(lambda: blocked(sql, "relation"), 10, 0.01, message="the worker wants to write the row")
+        eventually(lambda: blocked(sql, "advisory"), 10, 0.01, message="the worker wants to write the row")
         first.kill()
         end_blocked(sql)
     assert sql("SELECT id FROM jobs") == []
@@ -225,7 +235,13 @@ def test_a_worker_dies_before_the_row_is_there(
 
 @EARLY_AND_LATE
 def test_a_worker_dies_between_the_row_and_its_claim(
-    workers: Workers, broker: Broker, provider: Provider, sql: Sql, gate: Callable[..., Any], acks_late: bool
+    impatient: None,
+    workers: Workers,
+    broker: Broker,
+    provider: Provider,
+    sql: Sql,
+    gate: Callable[..., Any],
+    acks_late: bool,
 ) -> None:
     first = workers("a", acks_late=acks_late)
     with gate("UPDATE"):
@@ -482,10 +498,11 @@ def test_a_changed_payload_never_runs(
     mark = original.headers[MARK]
     unmarked = {name: value for name, value in original.headers.items() if name != MARK}
     post.put(original, args=other)
-    post.put(original, args=other, headers={**unmarked, MARK: {**mark, "digest": arguments_digest("tests.charge", other, {})}})
+    forged = {**mark, "digest": arguments_digest("tests.charge", other, {})}
+    post.put(original, args=other, headers={**unmarked, MARK: forged})
     post.put(original, args=other, headers=unmarked)
     # Nothing brings the right one back meanwhile.
-    worker = workers("a", acks_late=acks_late, conf={"safe_effects_republish_after": 600})
+    workers("a", acks_late=acks_late, conf={"safe_effects_republish_after": 600})
     sql("UPDATE job SET next_publish_at = clock_timestamp() + interval '600 s'")
 
     eventually(lambda: stale(sql) == 3, 15, message="all three are counted")
@@ -497,7 +514,6 @@ def test_a_changed_payload_never_runs(
     ran_once(sql, provider, result.id)
     (row,) = provider.ledger()
     assert row["body"]["cents"] == 500
-    assert "Traceback" not in worker.log()
 
 
 def test_six_copies_run_once(app: Celery, workers: Workers, broker: Broker, provider: Provider, sql: Sql) -> None:
@@ -568,7 +584,8 @@ def test_children_keep_their_ids_when_the_body_runs_again(
         wait_status(sql, child, "succeeded", timeout=20)
         assert job(sql, child)["tenant"] == "acme"
         assert len(provider.ledger(key=f"{child}:1", kind="deploy")) == 1
-    assert [row["body"]["argument"] for row in provider.ledger(kind="deploy")] == ["'before order-1'", "'after order-1'"]
+    deployed = [row["body"]["argument"] for row in provider.ledger(kind="deploy")]
+    assert deployed == ["'before order-1'", "'after order-1'"]
     assert provider.received("refund") == 1
     assert result.get(timeout=10) == sent
     assert_invariants(sql, provider)
@@ -594,9 +611,8 @@ def test_a_retry_is_the_same_job(app: Celery, workers: Workers, provider: Provid
     assert provider.received("refund") == 1
     assert row["attempts"] == 2
     assert result.get(timeout=10) == [refunded["ref"], 1, True]
-    waited, again = sql("SELECT at FROM transitions WHERE job_id = %s AND to_status IN ('queued', 'leased')"
-                        " AND id > (SELECT max(id) FROM transitions WHERE operation_key IS NOT NULL) ORDER BY id", result.id)
-    assert timedelta(seconds=1.5) <= again["at"] - waited["at"] < timedelta(seconds=1.5 + 2 + 0.5 + 1)
+    *_, waiting, claimed, _, _ = sql("SELECT at FROM transitions WHERE job_id = %s ORDER BY id", result.id)
+    assert timedelta(seconds=1.5) <= claimed["at"] - waiting["at"] < timedelta(seconds=1.5 + 2 + 0.5 + 1)
     assert len(sql("SELECT id FROM jobs")) == 1
 
 

@@ -24,7 +24,9 @@ def test_the_contracts_see_what_they_speak_of() -> None:
     """A renamed module would make a contract true of nothing; an import in a function is an import."""
     import grimp
 
-    graph = grimp.build_graph(PACKAGE, include_external_packages=True, exclude_type_checking_imports=True, cache_dir=None)
+    graph = grimp.build_graph(
+        PACKAGE, exclude_type_checking_imports=True, include_external_packages=True, cache_dir=None
+    )
     modules = {f"{PACKAGE}.{name}" for name in [*LOW, "app", "cli", "glue", "effects", "signals", "engine", "store"]}
     assert modules <= graph.modules
     assert graph.direct_import_exists(importer=f"{PACKAGE}.glue.task", imported="celery")

@@ -1,0 +1,105 @@
+"""The kernel timer ends a process at its deadline, stopped or not, and no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from celery_safe_effects.engine import deadline, process
+
+pytestmark = pytest.mark.skipif(not deadline.available(), reason="needs Linux's POSIX timers")
+
+
+def ended(body: Callable[[], None]) -> tuple[int, float]:
+    """Run something in a child; its wait status, and after how many seconds it ended."""
+    started = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+        finally:
+            os._exit(7)
+    _, status = os.waitpid(pid, 0)
+    return status, time.monotonic() - started
+
+
+def stopped() -> None:
+    with deadline.killed_after(0.5):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def busy() -> None:
+    with deadline.killed_after(0.5):
+        while True:
+            sum(range(1000))
+
+
+def inner_is_longer() -> None:
+    with deadline.killed_after(0.5), deadline.killed_after(60):
+        time.sleep(30)
+
+
+def inner_is_over() -> None:
+    with deadline.killed_after(0.5):
+        with deadline.killed_after(60):
+            pass
+        time.sleep(30)
+
+
+@pytest.mark.parametrize("body", [stopped, busy, inner_is_longer, inner_is_over])
+def test_it_is_killed_at_the_deadline(body: Callable[[], None]) -> None:
+    status, after = ended(body)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert 0.4 < after < 10
+
+
+def over_in_time() -> None:
+    with deadline.killed_after(0.2):
+        pass
+    with deadline.killed_after(60), deadline.killed_after(0.2):
+        pass
+    with deadline.killed_after(None):
+        time.sleep(0.5)
+
+
+def forked_off() -> None:
+    """A timer belongs to the process that armed it."""
+    with deadline.killed_after(0.2):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(0.5)
+            os._exit(7)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("body", [over_in_time, forked_off])
+def test_a_block_that_is_over_in_time_lives_on(body: Callable[[], None]) -> None:
+    status, _ = ended(body)
+    assert os.WIFEXITED(status)
+    assert os.WEXITSTATUS(status) == 7
+
+
+def test_a_process_is_gone_when_it_has_exited_and_not_before() -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writer, process.identity().encode())
+        signal.pause()
+        os._exit(0)
+    identity = os.read(reader, 1000).decode()
+    assert not process.is_gone(identity)
+    os.kill(pid, signal.SIGSTOP)
+    assert not process.is_gone(identity), "paused is not gone"
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert process.is_gone(identity)
+    here, _, _ = identity.rpartition("|")
+    assert process.is_gone(f"{here}|1"), "another process of the same number is not the same"
+    assert not process.is_gone("another boot|pid:[1]|1|1")
+    os.close(reader)
+    os.close(writer)
