@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -48,6 +49,7 @@ class SafeEffects:
         self._store: Store | None = None
         self._keeper: LeaseKeeper | None = None
         self._kept: list[Any] = []
+        self.timer: Any = None
         self._owner: tuple[int, str, str] = (0, "", "")
         if app is not None:
             self.init_app(app)
@@ -75,6 +77,11 @@ class SafeEffects:
         periodic.install(self, app)
         app.steps["worker"].add(worker.make_step(self))
         self._connect_signals(app)
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call something in the worker's own event loop; without a worker, never."""
+        if self.timer is not None:
+            self.timer.call_after(seconds, call)
 
     def keep(self, receiver: Any) -> None:
         """Keep a signal receiver alive as long as this object."""

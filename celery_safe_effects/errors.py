@@ -173,6 +173,12 @@ class EffectResultInvalid(SafeEffectsError):
     code = "effect_result_invalid"
 
 
+class AttemptsExhausted(SafeEffectsError):
+    """The job's runs ended without a result as often as ``max_attempts`` allows; the message says how the last did."""
+
+    code = "attempts_exhausted"
+
+
 class NotFound(SafeEffectsError):
     """No such job or operation."""
 

@@ -223,7 +223,7 @@ class Execution:
         """A message without a row: an unmarked one is persisted and runs; a marked one never runs."""
         if self.mark is None:
             try:
-                self.safe.publisher.adopt(self._envelope(), self.owner)
+                self.safe.publisher.adopt(self._envelope(), self.owner, ours=self.task.eager_options())
             except IdempotencyConflict:
                 self._stale("payload_differs")
             return True
@@ -266,6 +266,8 @@ class Execution:
 
     def _tell_end(self, row: Row) -> Any:
         """The end stands in the row, but Celery was not told: let it store, dispatch and count now."""
+        if not self._insist("TELL", id=self.id, fence=row.fence):
+            self._stale("being_told")
         self._settles(row.fence)
         if row.status == JobStatus.SUCCEEDED:
             return canonical.decode(row.result)
@@ -441,7 +443,8 @@ class Execution:
         if status == Op.UNKNOWN:
             return self._conclude(job, self._unknown(key, error["text"]))
         if status == Op.NOT_HAPPENED and again:
-            self.safe.publisher.deliver_now(self.id)
+            if not self.request.is_eager:
+                self.safe.publisher.deliver_now(self.id)
             if isinstance(raised, Retry):
                 raise raised
             raise Retry(exc=raised, when=conclusion.delay) from raised
@@ -493,7 +496,7 @@ class Execution:
             pending=status,
             reason=reason,
             error=canonical.encode(error),
-            delay=delay,
+            delay=0.0 if self.request.is_eager else delay,
             **self._outgoing(outgoing, status == "queued"),
         )
         if not rows:
@@ -527,7 +530,9 @@ class Execution:
             "ref": (end.ref or job.last_ref or f"result:{self.id}") if with_ref else None,
             "result": end.result,
             "error": None if end.error is None else canonical.encode(end.error),
-            "delay": end.delay,
+            # apply() runs a retry at once and by itself; the sweep is only for when it does not get to it.
+            "delay": 0.0 if self.request.is_eager else end.delay,
+            "hold": self.safe.config.republish_after if self.request.is_eager else None,
             "refund": end.refund,
             "waiting_for": end.waiting_for,
             "patience": self.safe.config.republish_after,
@@ -541,7 +546,7 @@ class Execution:
             rows = self._already_left(job)
         status = rows[0].status
         if status == JobStatus.QUEUED:
-            if end.waiting_for is None:
+            if end.waiting_for is None and not self.request.is_eager:
                 self.safe.publisher.deliver_now(self.id)
             raise end.tell or Ignore()
         if status == JobStatus.UNKNOWN:

@@ -15,10 +15,12 @@ from uuid import NAMESPACE_OID, uuid5
 
 import psycopg
 from celery import current_task, states
+from celery.result import EagerResult
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.exceptions import EncodeError
 from kombu.exceptions import OperationalError as BrokerError
 
+from .. import canonical
 from ..engine import current
 from ..engine.job import ActiveJob
 from ..engine.lease import clock
@@ -33,9 +35,10 @@ from ..errors import (
     SchemaMismatch,
     StoreUnavailable,
 )
-from ..states import TERMINAL
+from ..states import TERMINAL, UNKNOWN_STATE
 from ..store.enlist import Enlisted, enlist
-from .envelope import MARK, Envelope, Mark, routing_options, with_stable_ids
+from .envelope import MARK, Envelope, Mark, arguments_digest, routing_options, with_stable_ids
+from .task import OURS, SafeTask
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -43,9 +46,6 @@ if TYPE_CHECKING:
     from ..app import SafeEffects
 
 logger = logging.getLogger(__name__)
-
-OURS: Final = ("idempotency_key", "tenant", "pool", "max_attempts", "max_age")
-"""Options of ``apply_async`` that are the library's own and never reach the broker."""
 
 DEFAULT_TENANT: Final = "default"
 UNBOUNDED_ATTEMPTS: Final = 2**31 - 1
@@ -61,6 +61,15 @@ class _AlreadyAccepted(Exception):
         super().__init__(job_id)
         self.job_id = job_id
 
+
+EAGER_STATES: Final = {
+    "succeeded": states.SUCCESS,
+    "failed": states.FAILURE,
+    "cancelled": states.REVOKED,
+    "running": states.STARTED,
+    "unknown": UNKNOWN_STATE,
+}
+"""What a job's status is in Celery's words."""
 
 _publishing_as_is: ContextVar[bool] = ContextVar("safe_effects_as_is", default=False)
 
@@ -161,8 +170,6 @@ class Publisher:
 
     def is_safe(self, name: str) -> bool:
         """Whether a task of this name is a SafeTask: registered here, or known to the database from a worker."""
-        from .task import SafeTask
-
         task = self.app.tasks.get(name)
         if task is not None:
             return isinstance(task, SafeTask)
@@ -255,6 +262,7 @@ class Publisher:
         actor: str = "producer",
         limit: int | None = None,
         enlisted: Enlisted | None = None,
+        tries: int = ACCEPT_TRIES,
     ) -> tuple[int, bool, str]:
         """Make a job's row durable.
 
@@ -305,13 +313,19 @@ class Publisher:
             # An enlisted job is due as soon as its commit makes it visible.
             "republish": config.republish_after if enlisted is None else 0.0,
         }
-        row = self._insert(params) if enlisted is None else self._insert_enlisted(enlisted, params)
+        row = self._insert(params, tries) if enlisted is None else self._insert_enlisted(enlisted, params)
         if row is not None:
             self.safe.announce(actor, envelope.id)
             return row.seq, row.publish, digest
         raise self._existing(params, enlisted)
 
-    def adopt(self, envelope: Envelope, owner: str, patience: float = float("inf")) -> None:
+    def adopt(
+        self,
+        envelope: Envelope,
+        owner: str,
+        patience: float = float("inf"),
+        ours: dict[str, Any] | None = None,
+    ) -> None:
         """Persist a message whose producer wrote no row; an existing row of the same call is fine.
 
         Raises:
@@ -322,7 +336,13 @@ class Publisher:
         while True:
             try:
                 # It is in the broker already: a size limit would only lose it.
-                self.accept(envelope, {}, actor=owner, limit=sys.maxsize)
+                self.accept(
+                    envelope,
+                    ours or {},
+                    actor=owner,
+                    limit=sys.maxsize,
+                    tries=1 if patience == 0 else ACCEPT_TRIES,
+                )
             except _AlreadyAccepted:
                 return
             except (StoreUnavailable, AcceptanceUnknown, SchemaMismatch, psycopg.Error) as exc:
@@ -333,10 +353,32 @@ class Publisher:
             else:
                 return
 
-    def _insert(self, params: dict[str, Any]) -> Any:
+    def eager_result(self, task: Any, args: Any, kwargs: Any, ours: dict[str, Any]) -> EagerResult | None:
+        """The result of the job that holds an idempotency key already, for a call that would run at once.
+
+        Raises:
+            IdempotencyConflict: the key belongs to another call.
+        """
+        key = _key(ours.get("idempotency_key"), {})
+        if key is None:
+            return None
+        holder = self.safe.store.row("HOLDER", id="", tenant=self._tenant(ours, task.name), key=key)
+        if holder is None:
+            return None
+        if holder.task != task.name or holder.args_digest != arguments_digest(task.name, args, kwargs):
+            raise IdempotencyConflict(
+                f"idempotency key {key!r} belongs to job {holder.id} ({holder.task}, {holder.status}) with another "
+                "task or other arguments; nothing was run",
+                job_id=holder.id,
+            )
+        row = self.safe.store.row("JOB", id=holder.id)
+        result = canonical.decode(row.result) if row is not None else None
+        return EagerResult(holder.id, result, EAGER_STATES.get(holder.status, states.PENDING), name=task.name)
+
+    def _insert(self, params: dict[str, Any], tries: int) -> Any:
         """The accepting statement; repeated under the same id if its reply was lost."""
         sent = False
-        for attempt in range(ACCEPT_TRIES):
+        for attempt in range(tries):
             try:
                 row = self.safe.store.row("ACCEPT", **params)
                 if row is None and sent:
@@ -352,7 +394,7 @@ class Publisher:
                 raise self._acceptance_unknown(params["id"], exc) from exc
             except psycopg.OperationalError as exc:
                 sent = True
-                if attempt == ACCEPT_TRIES - 1 or isinstance(exc, psycopg.errors.QueryCanceled):
+                if attempt == tries - 1 or isinstance(exc, psycopg.errors.QueryCanceled):
                     raise self._acceptance_unknown(params["id"], exc) from exc
             except psycopg.DataError as exc:
                 raise PayloadInvalid(

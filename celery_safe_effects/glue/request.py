@@ -16,6 +16,7 @@ from celery.worker import state
 from celery.worker.request import Request
 
 from ..engine.sweep import BACKOFF, MAX_BACKOFF
+from ..errors import IdempotencyConflict
 from ..states import JobStatus
 from .envelope import MARK, Envelope, Mark
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PERSIST_AGAIN = 2.0
+"""Seconds until the main process tries again to persist a message."""
 LOST = (WorkerLostError, TimeLimitExceeded, Terminated, SystemExit, KeyboardInterrupt)
 
 
@@ -44,23 +47,35 @@ class SafeRequest(Request):
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
         """An unmarked message is persisted before it is acknowledged."""
-        if not self.marked and not self.task.acks_late:
-            args, kwargs, embed = self._payload
-            request = {**self._request_dict, **(embed or {})}
-            envelope = Envelope.of_request(request, args, kwargs)
-            try:
-                self._safe.publisher.adopt(envelope, self._safe.owner(self.hostname), patience=0.0)
-            except Exception:
-                # The child persists it too; unacknowledged, it comes again.
-                logger.warning("message %s is not persisted yet and stays unacknowledged", self.id, exc_info=True)
-                self._unpersisted = True
+        if not self.task.acks_late:
+            self._persist()
         super().on_accepted(pid, time_accepted)
-        self._unpersisted = False
 
     def acknowledge(self) -> None:
         """As Celery's, unless the message is the only copy of its job."""
         if not self._unpersisted:
             super().acknowledge()
+
+    def _persist(self) -> None:
+        """Write the row of an unmarked message (the child does, too); until there is one, it stays unacknowledged."""
+        if self.marked:
+            return
+        args, kwargs, embed = self._payload
+        envelope = Envelope.of_request({**self._request_dict, **(embed or {})}, args, kwargs)
+        try:
+            self._safe.publisher.adopt(envelope, self._safe.owner(self.hostname), patience=0.0)
+        except IdempotencyConflict:
+            pass  # the id has a row of another call: the child refuses this one
+        except Exception as exc:
+            logger.warning("message %s waits to be persisted and stays unacknowledged: %s", self.id, exc)
+            self._unpersisted = True
+            self._safe.call_later(PERSIST_AGAIN, self._persist_and_acknowledge)
+            return
+        self._unpersisted = False
+
+    def _persist_and_acknowledge(self) -> None:
+        self._persist()
+        self.acknowledge()
 
     def maybe_expire(self) -> bool:
         """Never: expiry is judged by the database, not by this worker's clock."""
@@ -153,4 +168,5 @@ class SafeRequest(Request):
 
     def _done(self) -> None:
         state.task_ready(self)
+        self._persist()
         self.acknowledge()

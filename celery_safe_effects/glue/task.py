@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from celery import Task
 from celery.app.task import Task as BaseTask
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from ..app import SafeEffects
 
 logger = logging.getLogger(__name__)
+
+OURS: Final = ("idempotency_key", "tenant", "pool", "max_attempts", "max_age")
+"""Options of ``apply_async`` that are the library's own and never reach the broker."""
+
+_eager_options: ContextVar[dict[str, Any] | None] = ContextVar("safe_effects_eager_options", default=None)
 
 
 class SafeTask(Task):
@@ -115,6 +121,33 @@ class SafeTask(Task):
             if not failures.matches(exc, self.body().options.not_happened_on):
                 raise exc
         return super().retry(*args, **kwargs)
+
+    def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        """As Celery's: runs the job here and now, with its row, its lease, its intents and its outcomes.
+
+        Also what ``apply_async`` does under ``task_always_eager``. An existing job of the same idempotency key is
+        returned and not run again.
+
+        Raises:
+            IdempotencyConflict: the key belongs to another call.
+            ConfigurationError: for ``transaction=``, which cannot commit together with a job that runs before it.
+        """
+        if options.pop("transaction", None) is not None:
+            raise ConfigurationError("transaction= has no meaning where a job runs at once (apply, task_always_eager)")
+        ours: dict[str, Any] = {name: options.pop(name) for name in OURS if name in options}
+        found = self.safe_effects.publisher.eager_result(self, args, kwargs, ours)
+        if found is not None:
+            return found
+        scope = _eager_options.set(ours)
+        try:
+            return super().apply(args, kwargs, **options)
+        finally:
+            _eager_options.reset(scope)
+
+    @staticmethod
+    def eager_options() -> dict[str, Any]:
+        """The library's own options of the ``apply()`` that is under way."""
+        return _eager_options.get() or {}
 
     async def aapply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """As ``apply_async``, without blocking the event loop.

@@ -22,7 +22,7 @@ def make_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
     class SafeEffectsStep(bootsteps.StartStopStep):
         """Checks before the pool starts, stands in for beat afterwards."""
 
-        requires = ("celery.worker.components:Pool",)
+        requires = ("celery.worker.components:Pool", "celery.worker.components:Timer")
         name = "safe_effects"
 
         def __init__(self, worker: Any, **kwargs: Any) -> None:
@@ -30,6 +30,7 @@ def make_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
             self.stand_ins: list[StandIn] = []
 
         def start(self, worker: Any) -> None:
+            safe.timer = worker.timer
             self.stand_ins = [StandIn(safe, worker.hostname, name) for name in ("sweep", "reconcile")]
             for thread in self.stand_ins:
                 thread.start()

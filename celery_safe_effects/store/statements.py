@@ -246,9 +246,21 @@ _LEAVE_SET: Final = """
            reason = CASE WHEN %(wish)s = 'again' AND {s}.leaves_to(j, 'again') = 'failed' THEN 'max_attempts'
                          WHEN {s}.leaves_to(j, %(wish)s) = 'cancelled' THEN coalesce(j.cancel_reason, %(reason)s)
                          ELSE %(reason)s END,
-           run_after = CASE WHEN %(wish)s IN ('again', 'queued')
-                            THEN clock_timestamp() + %(delay)s::float8 * interval '1 second' ELSE j.run_after END,
+           run_after = CASE WHEN {s}.leaves_to(j, %(wish)s) = 'queued'
+                            THEN clock_timestamp() + %(delay)s::float8 * interval '1 second' END,
            actor = %(actor)s"""
+# The same without the worker's own word: spaced by a back-off, and once the runs are over, with an error that says so.
+_GIVEN_UP_SET: Final = (
+    _LEAVE_SET.replace(
+        "%(delay)s::float8", "LEAST(%(delay)s::float8 * 2 ^ LEAST(j.attempts - 1, 16), %(max_delay)s::float8)"
+    )
+    + """,
+           error = CASE WHEN {s}.leaves_to(j, %(wish)s) = 'failed' THEN (
+               SELECT json_build_object('type', 'AttemptsExhausted', 'module', 'celery_safe_effects.errors',
+                                        'args', json_build_array(m.text), 'text', m.text)
+                 FROM (SELECT format('failed after %%s attempts; the last one ended by: %%s', j.attempts,
+                                     %(reason)s::text) AS text) m) ELSE j.error END"""
+)
 LEAVE: Final = (
     """
 UPDATE {s}.job j"""
@@ -263,7 +275,9 @@ UPDATE {s}.job j"""
            next_publish_at = CASE WHEN %(waiting_for)s::text IS NOT NULL AND EXISTS (
                                       SELECT FROM {s}.operation o WHERE o.key = %(waiting_for)s
                                          AND o.status IN ('intent_recorded', 'unknown'))
-                                  THEN clock_timestamp() + %(patience)s::float8 * interval '1 second' END
+                                  THEN clock_timestamp() + %(patience)s::float8 * interval '1 second'
+                                  WHEN %(hold)s::float8 IS NOT NULL
+                                  THEN clock_timestamp() + %(hold)s::float8 * interval '1 second' END
  WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
 RETURNING j.status, j.reason
 """
@@ -308,6 +322,14 @@ UPDATE {s}.job j
 RETURNING j.id, j.lease_token, j.cancel_requested_at IS NOT NULL AS cancelled, {async} AS a
 """
 
+# An end that Celery was not told is told by one delivery at a time.
+TELL: Final = """
+UPDATE {s}.job j SET telling_until = clock_timestamp() + interval '30 seconds'
+ WHERE j.id = %(id)s AND j.fence = %(fence)s AND j.status IN ('succeeded', 'failed', 'cancelled')
+   AND j.settled_at IS NULL AND coalesce(j.telling_until < clock_timestamp(), true)
+RETURNING j.id
+"""
+
 # Celery has been told: the result is stored, the continuations are out.
 SETTLE: Final = """
 UPDATE {s}.job j SET settled_at = clock_timestamp(), next_publish_at = NULL
@@ -329,9 +351,7 @@ WITH due AS (
      ORDER BY j.seq LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE {s}.job j"""
-    + _LEAVE_SET.replace(
-        "%(delay)s::float8", "LEAST(%(delay)s::float8 * 2 ^ LEAST(j.attempts - 1, 16), %(max_delay)s::float8)"
-    )
+    + _GIVEN_UP_SET
     + """
   FROM due WHERE j.id = due.id AND j.status IN ('leased', 'running') AND j.lease_until < clock_timestamp()
 RETURNING j.id, j.task, j.status, j.reason, j.fence
@@ -341,9 +361,7 @@ RETURNING j.id, j.task, j.status, j.reason, j.fence
 LOST: Final = (
     """
 UPDATE {s}.job j"""
-    + _LEAVE_SET.replace(
-        "%(delay)s::float8", "LEAST(%(delay)s::float8 * 2 ^ LEAST(j.attempts - 1, 16), %(max_delay)s::float8)"
-    )
+    + _GIVEN_UP_SET
     + """
  WHERE j.id = %(id)s AND j.status IN ('leased', 'running') AND starts_with(j.lease_owner, %(owner)s)
 RETURNING j.id, j.task, j.status, j.reason, j.fence
@@ -363,6 +381,8 @@ UPDATE {s}.job j
            j, CASE WHEN j.expires_at <= clock_timestamp() THEN 'cancelled' ELSE 'failed' END),
        reason = CASE WHEN j.expires_at <= clock_timestamp() THEN 'expired' ELSE 'max_age' END,
        pending_reason = CASE WHEN j.expires_at <= clock_timestamp() THEN 'expired' ELSE 'max_age' END,
+       error = CASE WHEN j.expires_at <= clock_timestamp() THEN j.error
+                    ELSE json_build_object('text', 'the job is older than its max_age') END,
        actor = %(actor)s
   FROM due WHERE j.id = due.id AND j.status = 'queued' AND LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp()
 RETURNING j.id, j.task, j.status, j.reason, j.fence
@@ -387,7 +407,8 @@ UPDATE {s}.job j
                ELSE %(republish)s::float8 END) END
   FROM due WHERE j.id = due.id
 RETURNING j.id, j.seq, j.task, j.status, j.envelope, j.generation, j.args_digest, j.retries, j.publishes, j.tenant,
-          CASE WHEN j.run_after > clock_timestamp() THEN j.run_after END AS run_after, {async} AS a
+          CASE WHEN j.status = 'queued' AND j.run_after > clock_timestamp() THEN j.run_after END AS run_after,
+          {async} AS a
 """
 
 # 14: whoever asks takes the question for longer than any lookup may take; the time of asking is the database's, from

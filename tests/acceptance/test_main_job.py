@@ -1,4 +1,4 @@
-"""The main job on pytest-celery's nodes: a worker dies in the middle of a provider call, and the effect happens once."""
+"""The main job on pytest-celery's nodes: killed in the middle of a provider call, it happens once."""
 
 from __future__ import annotations
 

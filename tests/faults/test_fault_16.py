@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
@@ -11,6 +15,7 @@ from celery import Celery
 
 from celery_safe_effects import NotHappened
 from celery_safe_effects.config import from_conf
+from celery_safe_effects.engine import deadline
 from celery_safe_effects.store.hot import Store
 from celery_safe_effects.testing import eventually
 from example_project.provider_client import Provider
@@ -25,7 +30,7 @@ from tests.support.faults2 import (
     operation_row,
     reached,
 )
-from tests.support.processes import Workers
+from tests.support.processes import ROOT, Workers
 from tests.support.services import Sql
 
 pytestmark = pytest.mark.faults
@@ -33,7 +38,6 @@ pytestmark = pytest.mark.faults
 TTL = 2
 MODES = [
     pytest.param("redis", False, id="redis-early"),
-    pytest.param("redis", True, id="redis-late"),
     pytest.param("rabbitmq", True, id="rabbitmq-late", marks=pytest.mark.rabbitmq),
 ]
 
@@ -237,7 +241,6 @@ def test_fault_16_a_stale_lease_touches_no_row(store: Store, sql: Sql) -> None:
 
 INSIDE = [
     pytest.param("late_charge", False, "redis", False, id="lookup-alive"),
-    pytest.param("late_charge", False, "rabbitmq", True, id="lookup-alive-rabbitmq", marks=pytest.mark.rabbitmq),
     pytest.param("late_charge", True, "redis", True, id="lookup-killed"),
     pytest.param("late_charge_both", False, "redis", True, id="key-alive"),
     pytest.param("late_charge_both", True, "rabbitmq", False, id="key-killed", marks=pytest.mark.rabbitmq),
@@ -306,6 +309,25 @@ def test_fault_17_a_worker_paused_inside_the_call(
     assert job_row(sql, job_id)["status"] == "succeeded"
     assert counted(sql, "double_effects") == 0
     assert sql("SELECT 1 FROM operation WHERE double_at IS NOT NULL") == []
+
+
+@pytest.mark.skipif(not deadline.available(), reason="such timers exist on Linux only")
+@pytest.mark.parametrize(("outer", "inner"), [(0.5, 30), (30, 0.5)])
+def test_fault_17_the_timer_survives_a_call_inside_the_call(outer: float, inner: float) -> None:
+    script = (
+        "import os, signal\n"
+        "from celery_safe_effects.engine.deadline import killed_after\n"
+        f"with killed_after({outer}):\n"
+        f"    with killed_after({inner}):\n"
+        f"        if {inner} < {outer}: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "print('went on')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, timeout=20, capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, ""), done.stderr
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)

@@ -18,6 +18,7 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery_safe_effects import (
     EffectRefused,
     Happened,
+    IdempotencyConflict,
     NoActiveJob,
     NotHappened,
     OperationBusy,
@@ -32,7 +33,7 @@ from celery_safe_effects import (
     effect,
     signals,
 )
-from celery_safe_effects.errors import NotAllowed
+from celery_safe_effects.errors import ConfigurationError, NotAllowed
 from tests.support.services import Sql
 
 _names = (f"jobs.{n}" for n in itertools.count())
@@ -809,6 +810,47 @@ def test_a_cancelled_job_with_an_open_question_parks_with_its_end(lab: Lab) -> N
     row = lab.row(job)
     assert (row["status"], row["reason"]) == ("cancelled", "the customer left")
     assert lab.operations(job) == {"1": "outcome_confirmed"}
+
+
+# -- run at once -------------------------------------------------------------------------------------------------------
+
+
+def test_always_eager_keeps_idempotency_keys(lab: Lab) -> None:
+    a = lab.effect("a")
+    task = lab.task(lambda self, n: a(n).ref, effects=[a])
+    lab.app.conf.task_always_eager = True
+    first = task.apply_async((1,), idempotency_key="k", tenant="acme")
+    again = task.apply_async((1,), idempotency_key="k", tenant="acme")
+    assert (again.id, again.get(), again.state) == (first.id, first.get(), "SUCCESS")
+    with pytest.raises(IdempotencyConflict):
+        task.apply_async((2,), idempotency_key="k", tenant="acme")
+    with pytest.raises(ConfigurationError, match="transaction="):
+        task.apply_async((1,), transaction=object())
+    assert len(lab.calls) == 1
+    assert (lab.row(first.id)["idempotency_key"], lab.row(first.id)["tenant"]) == ("k", "acme")
+
+
+# -- telling Celery ----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_whose_runs_are_over_says_how_and_its_end_is_due_at_once(lab: Lab) -> None:
+    task = lab.task(lambda self: lab.crash(self), effects=[], max_attempts=2)
+    job = lab.run(task)
+    lab.run(task, job=job)
+    row = lab.row(job)
+    assert (row["status"], row["reason"]) == ("failed", "max_attempts")
+    assert "failed after 2 attempts; the last one ended by: lease_expired" in row["last_error"]
+    assert lab.sql("SELECT run_after, next_publish_at <= clock_timestamp() AS due FROM job") == [
+        {"run_after": None, "due": True}
+    ]
+
+
+def test_an_end_is_told_by_one_delivery_at_a_time(lab: Lab) -> None:
+    job = lab.run(lab.task(lambda self: 1, effects=[]))
+    lab.safe.keeper.flush()
+    lab.sql("UPDATE job SET settled_at = NULL, next_publish_at = clock_timestamp()")
+    told = [lab.safe.store.rows("TELL", id=job, fence=1) for _ in range(2)]
+    assert [len(rows) for rows in told] == [1, 0]
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------

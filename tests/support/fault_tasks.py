@@ -154,11 +154,17 @@ def add_tasks(app: Celery) -> None:
             time.sleep(seconds)
         return tasks.charge(customer, cents).ref
 
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.sleeps", effects=[])
+    def sleeps(self: Any, first: float, later: float) -> None:
+        """Sleep, for another time in later attempts."""
+        time.sleep(first if self.job.attempt == 1 else later)
+
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.charge_then_mail", effects=[tasks.charge, tasks.mail])
     def charge_then_mail(self: Any, customer: str, cents: int) -> Any:
         """An effect, a checkpoint, another effect."""
         ref = tasks.charge(customer, cents).ref
         self.job.checkpoint()
+        entered("after_the_checkpoint")
         return tasks.mail(f"charged {ref}").ref
 
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.kills_itself", effects=[])

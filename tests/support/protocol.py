@@ -131,6 +131,7 @@ class Protocol:
             "refund": 0,
             "waiting_for": None,
             "patience": 60.0,
+            "hold": None,
             "settle": None,
             "envelope": None,
             "digest": None,

@@ -48,6 +48,7 @@ CREATE TABLE {schema}.job (
     started_at          timestamptz,
     finished_at         timestamptz,
     settled_at          timestamptz,
+    telling_until       timestamptz,
     actor               text,
     last_actor          text,
     CONSTRAINT job_live_has_lease CHECK (
