@@ -34,6 +34,22 @@ def decode(text: str | None) -> Any:
     return None if text is None else kombu_json.loads(text)
 
 
+def is_text(value: Any) -> bool:
+    """Whether a value is a non-empty string that the database can hold: no NUL, no lone surrogate."""
+    return isinstance(value, str) and bool(value) and printable(value) == value
+
+
+def printable(value: Any) -> Any:
+    """A JSON value whose strings the database can hold and show: NUL and lone surrogates are written as escapes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8").replace("\x00", "\\x00")
+    if isinstance(value, dict):
+        return {printable(k): printable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [printable(v) for v in value]
+    return value
+
+
 def roundtrip(value: Any) -> Any:
     """The value as a replay would see it: encoded and decoded again."""
     return decode(encode(value))
@@ -41,7 +57,7 @@ def roundtrip(value: Any) -> Any:
 
 def canonical(value: Any) -> str:
     """JSON text with sorted keys and no spaces, from which fingerprints are made."""
-    return json.dumps(json.loads(encode(value)), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(json.loads(encode(value)), sort_keys=True, separators=(",", ":"))
 
 
 def fingerprint(value: Any) -> str:

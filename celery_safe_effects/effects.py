@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar, overload
 
+from . import canonical
 from .engine import current
 from .engine.failures import Matcher
 from .errors import ConfigurationError, NoActiveJob
@@ -182,8 +183,8 @@ class Effect(Generic[P, R]):
         Arguments:
             name: such as an invoice number.
         """
-        if not isinstance(name, str) or not name:
-            raise ConfigurationError(f"effect {self.name!r}: keyed() takes a non-empty string")
+        if not canonical.is_text(name):
+            raise ConfigurationError(f"effect {self.name!r}: keyed() takes a non-empty string, not {name!r}")
 
         def call(*args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
             return self._call(None, name, args, kwargs)
@@ -209,14 +210,14 @@ class Effect(Generic[P, R]):
         job = current.job_here()
         if job is None:
             raise NoActiveJob(
-                f"effect {self.name!r} was called outside a job; in a thread of your own, run it in "
-                "contextvars.copy_context()"
+                f"effect {self.name!r} was called outside a job, and nothing was done: run its task with delay(), "
+                "apply_async() or apply(), not as a function; in a thread of a job's own, use contextvars.copy_context()"
             )
         return job.call(self, step, keyed, args, dict(kwargs))
 
 
 def _step_name(effect_name: str, name: str) -> None:
-    if not isinstance(name, str) or not name or name.isdigit() or name == BODY:
+    if not canonical.is_text(name) or name.isdigit() or name == BODY:
         raise ConfigurationError(
             f"effect {effect_name!r}: a step's name is a non-empty string that is no number and not 'body', "
             f"not {name!r}"

@@ -19,15 +19,22 @@ TEXT_LIMIT = 4000
 def to_json(exc: BaseException) -> dict[str, Any]:
     """Describe an exception: its class, its arguments where they are JSON, and its text."""
     try:
-        args: Any = canonical.roundtrip(list(exc.args))
+        args: Any = canonical.printable(canonical.roundtrip(list(exc.args)))
     except (TypeError, ValueError):
         args = None
     return {
         "type": type(exc).__qualname__,
         "module": type(exc).__module__,
         "args": args,
-        "text": f"{type(exc).__name__}: {exc}"[:TEXT_LIMIT],
+        "text": canonical.printable(f"{type(exc).__name__}: {_text(exc)}"[:TEXT_LIMIT]),
     }
+
+
+def _text(exc: BaseException) -> str:
+    try:
+        return str(exc)
+    except Exception:
+        return "(its text cannot be made)"
 
 
 class RecordedError(Exception):

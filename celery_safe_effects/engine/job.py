@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from uuid import UUID, uuid4
+from uuid import NAMESPACE_OID, UUID, uuid4, uuid5
 
 import psycopg
 
@@ -101,6 +101,7 @@ class ActiveJob:
         self.outgoing: Any = None
         self.children = 0
         self.in_body = False
+        self.retries_over = False
         self._lock = threading.Lock()
         self._open: set[str] = set()
         self._enlisted: set[UUID] = set()
@@ -218,6 +219,12 @@ class ActiveJob:
             if not rows:
                 raise self._lost()
             self._passed = rows[0].passed
+
+    def child_id(self) -> str:
+        """The id of the next message (or canvas) that the body makes: the same each time that the body runs."""
+        with self._lock:
+            self.children += 1
+            return str(uuid5(NAMESPACE_OID, f"{self.id}:{self.generation}:child:{self.children}"))
 
     def key(self, step: str) -> str:
         """The operation key of a step; after ``self.replace()`` it carries the generation."""
@@ -594,10 +601,10 @@ def outcome_of(value: Any, key: str) -> tuple[str, str | None, str | None]:
         ref, result = value, value
     else:
         ref, result = key, value
-    if not isinstance(ref, str) or not ref or "\x00" in ref:
+    if not canonical.is_text(ref):
         return key, None, f"happened, but gave {ref!r} as its reference; return a non-empty string"
     try:
-        return ref, canonical.encode(result), None
+        return str(ref), canonical.encode(result), None
     except (TypeError, ValueError) as exc:
         return ref, None, f"happened, but what it returned is not JSON ({exc}); return JSON, or Outcome(ref, JSON)"
 

@@ -148,7 +148,7 @@ class Reconciler:
             return self._resolve(row, "outcome_confirmed", by, "lookup", ref=verdict.ref, result=result)
         if isinstance(verdict, Refused):
             exc = verdict.error
-            error = failures.to_json(exc) if isinstance(exc, BaseException) else {"text": str(exc), "detail": exc}
+            error = failures.to_json(exc) if isinstance(exc, BaseException) else canonical.printable({"text": str(exc)})
             return self._resolve(row, "refused", by, "lookup", error=error)
         evidence = None
         after: float | None = None
@@ -193,7 +193,9 @@ class Reconciler:
             ref=ref,
             result=result,
             error=None if error is None else canonical.encode(error),
-            evidence=canonical.encode(evidence or {"lookup": status, "asked_at": row.asked_at.isoformat()}),
+            evidence=canonical.encode(
+                canonical.printable(evidence or {"lookup": status, "asked_at": row.asked_at.isoformat()})
+            ),
             asked_at=row.asked_at,
             trusted=False,
             actor=by,
@@ -305,7 +307,7 @@ class _Lookup:
 
 
 def _is_ref(ref: Any) -> bool:
-    return isinstance(ref, str) and bool(ref) and "\x00" not in ref
+    return canonical.is_text(ref)
 
 
 def _nonsense(answer: Any) -> Unresolved:

@@ -335,7 +335,11 @@ class Execution:
         if isinstance(exc, Reject):
             error = SafeEffectsError(f"the task rejected its message: {exc.reason}")
             return _Conclusion("failed", "rejected", error=failures.to_json(error), tell=error)
-        if job.not_happened is not None and failures.find(exc, (type(job.not_happened),)) is job.not_happened:
+        if (
+            not job.retries_over
+            and job.not_happened is not None
+            and failures.find(exc, (type(job.not_happened),)) is job.not_happened
+        ):
             delay = min(MAX_BACKOFF, BACKOFF * 2 ** min(job.attempt - 1, 16))
             tell = Retry(exc=job.not_happened, when=delay)
             return _Conclusion("again", "not_happened", error=failures.to_json(exc), delay=delay, tell=tell, value=exc)
@@ -348,7 +352,7 @@ class Execution:
         delay = exc.when if isinstance(exc.when, (int, float)) else 0.0
         if not isinstance(exc.when, (int, float)) and exc.when is not None:
             delay = max(0.0, exc.when.timestamp() - time.time())
-        cause = failures.to_json(exc.exc) if isinstance(exc.exc, BaseException) else {"text": str(exc)}
+        cause = failures.to_json(exc.exc if isinstance(exc.exc, BaseException) else exc)
         return _Conclusion(
             "again",
             f"retry: {cause['text']}"[:500],

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
-from uuid import NAMESPACE_OID, uuid5
 
 import psycopg
 from celery import current_task, states
@@ -37,6 +36,7 @@ from ..errors import (
 )
 from ..states import TERMINAL, UNKNOWN_STATE
 from ..store.enlist import Enlisted, enlist
+from ..values import seconds
 from .envelope import MARK, Envelope, Mark, arguments_digest, routing_options, with_stable_ids
 from .task import OURS, SafeTask
 
@@ -100,6 +100,7 @@ class Publisher:
 
     def install(self) -> None:
         """Wrap ``app.send_task`` and ``app.amqp.send_task_message``, whichever of them exist already."""
+        _derive_canvas_ids()
         app = self.app
         send_task = app.send_task
 
@@ -142,7 +143,7 @@ class Publisher:
         if job is not None and options.get("task_id") != job.id:
             job.pass_over()
             if not options.get("task_id"):
-                options["task_id"] = self.child_id(job)
+                options["task_id"] = job.child_id()
         try:
             return send(name, args, kwargs, **options)
         except IdempotencyConflict as exc:
@@ -162,11 +163,6 @@ class Publisher:
                 if parent and getattr(parent, "request", None) is not None and parent.request.id:
                     parent.add_trail(result)
             return result
-
-    def child_id(self, job: ActiveJob) -> str:
-        """The id of the next message sent by a job's body: the same each time that the body runs."""
-        job.children += 1
-        return str(uuid5(NAMESPACE_OID, f"{job.id}:{job.generation}:child:{job.children}"))
 
     def is_safe(self, name: str) -> bool:
         """Whether a task of this name is a SafeTask: registered here, or known to the database from a worker."""
@@ -274,6 +270,7 @@ class Publisher:
             AcceptanceUnknown: the database did not say.
         """
         config = self.safe.config
+        _check_options(ours)
         task = self.app.tasks.get(envelope.task)
         serializer = envelope.options.get("serializer") or self.app.conf.task_serializer
         try:
@@ -305,7 +302,7 @@ class Publisher:
             "max_attempts": _max_attempts(ours, task, config.max_attempts),
             "eta": _time(self.app, envelope.headers.get("eta")),
             "expires": _time(self.app, envelope.headers.get("expires")),
-            "max_age": float(ours.get("max_age") or _seconds(getattr(task, "max_age", None)) or config.max_age),
+            "max_age": float(seconds(ours.get("max_age") or getattr(task, "max_age", None)) or config.max_age),
             "envelope": data,
             "settle": envelope.needs_settling,
             "actor": actor,
@@ -509,6 +506,25 @@ class Publisher:
         return self.deliver(rows)
 
 
+def _derive_canvas_ids() -> None:
+    """Groups, chains and chords that a job's body makes get ids that follow from the job, as its single messages do.
+
+    Celery's canvas takes every id from one function of its module and offers no other place to give them.
+    """
+    from celery import canvas
+
+    original = canvas.uuid
+    if getattr(original, "_safe_effects", False):
+        return
+
+    def uuid(*args: Any, **kwargs: Any) -> str:
+        job = current.job()
+        return job.child_id() if job is not None else original(*args, **kwargs)
+
+    uuid._safe_effects = True  # type: ignore[attr-defined]
+    canvas.uuid = uuid
+
+
 def _key_busy(params: dict[str, Any]) -> AdmissionRejected:
     return AdmissionRejected(
         f"idempotency key {params['key']!r} (or task id) is held by a transaction that has not ended; nothing was "
@@ -530,9 +546,27 @@ def _key(key: Any, headers: Mapping[str, Any]) -> str | None:
         return None
     if isinstance(key, str) and key and headers.get("group") and headers.get("group_index") is not None:
         key = f"{key}:{headers['group_index']}"
-    if not isinstance(key, str) or not key or "\x00" in key:
+    if not canonical.is_text(key):
         raise PayloadInvalid(f"idempotency_key must be a non-empty string, not {key!r}; nothing was enqueued")
-    return key
+    return str(key)
+
+
+def _check_options(ours: Mapping[str, Any]) -> None:
+    """Refuse options of ours that mean nothing, by name, before anything is written."""
+
+    def bad(name: str, what: str) -> PayloadInvalid:
+        return PayloadInvalid(f"{name} must be {what}, not {ours[name]!r}; nothing was enqueued")
+
+    for name in ("tenant", "pool"):
+        value = ours.get(name)
+        if value is not None and not canonical.is_text(value):
+            raise bad(name, "a non-empty string")
+    attempts = ours.get("max_attempts")
+    if attempts is not None and (isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1):
+        raise bad("max_attempts", "a whole number of at least 1")
+    age = seconds(ours.get("max_age"))
+    if age is not None and (isinstance(age, bool) or not isinstance(age, (int, float)) or not age > 0):
+        raise bad("max_age", "a number of seconds greater than 0")
 
 
 def _max_attempts(ours: dict[str, Any], task: Any, default: int) -> int:
@@ -545,10 +579,6 @@ def _max_attempts(ours: dict[str, Any], task: Any, default: int) -> int:
     if not any("max_retries" in vars(cls) for cls in type(task).__mro__ if not cls.__module__.startswith("celery.")):
         return default  # Celery's own default says nothing about this task
     return UNBOUNDED_ATTEMPTS if task.max_retries is None else max(default, int(task.max_retries) + 1)
-
-
-def _seconds(value: Any) -> float | None:
-    return float(value.total_seconds()) if hasattr(value, "total_seconds") else value
 
 
 def _time(app: Celery, value: Any) -> datetime | None:

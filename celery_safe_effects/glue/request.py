@@ -35,6 +35,7 @@ class SafeRequest(Request):
 
     _left = False
     _unpersisted = False
+    _has_end = False
 
     @property
     def _safe(self) -> SafeEffects:
@@ -121,10 +122,24 @@ class SafeRequest(Request):
         self._already_revoked = True
         self._end_apply(signal)
 
+    def revoked(self) -> bool:
+        """As Celery's; but an end that Celery was not told goes to the pool all the same."""
+        return bool(super().revoked()) and not self._has_end
+
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
-        """A revoke before the start cancels the row, which tells Celery in turn."""
+        """A revoke before the start cancels the row, and what the row then says is told."""
         self._cancel_job(reason)
-        self._safe.publisher.deliver_now(self.id)
+        try:
+            row = self._safe.store.row("JOB", id=self.id)
+        except Exception:
+            logger.warning("job %s could not be read", self.id, exc_info=True)
+            row = None
+        if row is not None and not row.settled:
+            if row.status == JobStatus.CANCELLED:
+                self._safe.teller.cancelled(self.task, self.id, self._context, row.reason or reason, row.fence)
+            elif row.status in (JobStatus.SUCCEEDED, JobStatus.FAILED):
+                self._has_end = True
+                return
         self._done()
         self._already_revoked = True
 

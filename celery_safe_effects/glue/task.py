@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from celery import Task
 from celery.app.task import Task as BaseTask
+from celery.exceptions import Retry
 
 from ..effects import Effect, body_effect
 from ..engine import current, failures
@@ -120,7 +121,45 @@ class SafeTask(Task):
         if isinstance(exc, BaseException) and job is not None and job.operation is not None and not job.in_body:
             if not failures.matches(exc, self.body().options.not_happened_on):
                 raise exc
-        return super().retry(*args, **kwargs)
+        try:
+            return super().retry(*args, **kwargs)
+        except Retry:
+            raise
+        except BaseException:
+            if job is not None:
+                job.retries_over = True  # max_retries: the error is final
+            raise
+
+    def replace(self, sig: Any) -> Any:
+        """As Celery's, with a single task, which takes over the job's id and row.
+
+        Raises:
+            ConfigurationError: for a group, chain or chord: its last task would take the id of a job that has a row.
+        """
+        if getattr(sig, "subtask_type", None) in ("group", "chain", "chord"):
+            raise ConfigurationError(
+                f"task {self.name!r}: self.replace() of a SafeTask takes a single task, not a {sig.subtask_type}; send "
+                "the canvas with apply_async() and return its id"
+            )
+        return super().replace(sig)
+
+    def map(self, it: Any) -> Any:
+        """Refused: Celery runs all items inside one task of its own, without a row, a lease or an intent."""
+        raise self._inside_another("map", it)
+
+    def starmap(self, it: Any) -> Any:
+        """Refused, as :meth:`map`."""
+        raise self._inside_another("starmap", it)
+
+    def chunks(self, it: Any, n: int) -> Any:
+        """Refused, as :meth:`map`."""
+        raise self._inside_another("chunks", it)
+
+    def _inside_another(self, what: str, _: Any) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.name}.{what}() would run its items inside one task of Celery's own, unrecorded; use "
+            f"group({self.name.rpartition('.')[2]}.s(item) for item in items)"
+        )
 
     def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """As Celery's: runs the job here and now, with its row, its lease, its intents and its outcomes.

@@ -60,7 +60,10 @@ class Teller:
         except Exception:
             logger.warning("REVOKED of job %s could not be shown; it is delivered again", job_id, exc_info=True)
             return
-        self.safe.keeper.settle(job_id, fence)
+        try:
+            self.safe.store.settle([(job_id, fence)])
+        except Exception:
+            logger.warning("job %s could not be settled; its end is delivered again", job_id, exc_info=True)
 
     @staticmethod
     def _event(task: Any, request: Any, kind: str, **fields: Any) -> None:

@@ -130,11 +130,21 @@ def _after_session_commit(session: Any, call: Callable[[], Any]) -> None:
 
 
 def _django(transaction: Any) -> Enlisted:
-    from django.db import connections
-    from django.db import transaction as django_transaction
+    try:
+        from django.db import connections
+        from django.db import transaction as django_transaction
+    except ImportError as exc:
+        raise ConfigurationError(
+            f"transaction= got {transaction!r}, a Django alias, and Django is not installed"
+        ) from exc
 
-    connection = connections[transaction] if isinstance(transaction, str) else transaction
-    connection.ensure_connection()
+    try:
+        connection = connections[transaction] if isinstance(transaction, str) else transaction
+        connection.ensure_connection()
+    except Exception as exc:
+        raise ConfigurationError(
+            f"transaction= got {transaction!r}, which is no Django connection or alias here: {exc}"
+        ) from exc
     raw = connection.connection
     if not isinstance(raw, psycopg.Connection):
         raise ConfigurationError(

@@ -9,7 +9,13 @@ import pytest
 from celery import Celery
 
 from celery_safe_effects import AcceptanceUnknown, IdempotencyConflict
-from celery_safe_effects.errors import ConfigurationError, PayloadInvalid, PayloadTooLarge, SchemaMismatch, StoreUnavailable
+from celery_safe_effects.errors import (
+    ConfigurationError,
+    PayloadInvalid,
+    PayloadTooLarge,
+    SchemaMismatch,
+    StoreUnavailable,
+)
 from celery_safe_effects.testing import EmbeddedPostgres, eventually
 from example_project.provider_client import Provider
 from tests.support.brokers import Broker
@@ -109,6 +115,16 @@ def test_a_bad_idempotency_key(app: Celery, sql: Sql, key: Any) -> None:
     assert sql("SELECT id FROM jobs") == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tenant", 5), ("tenant", ""), ("pool", 4), ("max_attempts", 0), ("max_attempts", "x"), ("max_age", -1)],
+)
+def test_a_bad_option_is_refused_by_name(app: Celery, sql: Sql, name: str, value: Any) -> None:
+    with pytest.raises(PayloadInvalid, match=name):
+        app.tasks["tests.pure"].apply_async((1,), **{name: value})
+    assert sql("SELECT id FROM jobs") == []
+
+
 def test_one_key_for_two_calls(app: Celery, sql: Sql, broker: Broker) -> None:
     first = app.tasks["tests.pure"].apply_async(({"a": 1, "b": 2},), idempotency_key="k")
     row = sql("SELECT * FROM job")
@@ -140,7 +156,8 @@ def ended(sql: Sql, job: str, status: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("what", "words"), [("object", "not JSON"), ("nan", "not JSON"), ("empty_ref", "reference"), ("ref_type", "reference")]
+    ("what", "words"),
+    [("object", "not JSON"), ("nan", "not JSON"), ("empty_ref", "reference"), ("ref_type", "reference")],
 )
 def test_an_effect_that_returns_nonsense_has_happened_and_is_not_run_again(
     app: Celery, workers: Workers, sql: Sql, provider: Provider, what: str, words: str

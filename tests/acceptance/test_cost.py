@@ -63,10 +63,10 @@ class Seen:
 def kind(statement: str) -> str:
     """Which statement of the protocol a text is."""
     marks = {
-        "INSERT INTO \"safe_effects\".job AS": "accept",
+        'INSERT INTO "safe_effects".job AS': "accept",
         "SET status = 'running'": "claim",
-        "INSERT INTO \"safe_effects\".operation AS o": "intent",
-        "UPDATE \"safe_effects\".operation o SET status = $": "outcome",
+        'INSERT INTO "safe_effects".operation AS o': "intent",
+        'UPDATE "safe_effects".operation o SET status = $': "outcome",
         "held = $": "end",
         "SET settled_at": "settle",
         "lease_until = clock_timestamp() + l.ttl": "renew",
@@ -88,8 +88,11 @@ def run(app: Celery, task: str, args: tuple[Any, ...], sql: Sql) -> None:
     for _ in range(JOBS):
         app.tasks[task].apply_async(args)
     eventually(
-        lambda: sql("SELECT count(*) AS n FROM jobs WHERE status = 'succeeded' AND settled_at IS NOT NULL")[0]["n"] % JOBS == 0
-        and not sql("SELECT id FROM jobs WHERE settled_at IS NULL"),
+        lambda: (
+            sql("SELECT count(*) AS n FROM jobs WHERE status = 'succeeded' AND settled_at IS NOT NULL")[0]["n"] % JOBS
+            == 0
+            and not sql("SELECT id FROM jobs WHERE settled_at IS NULL")
+        ),
         timeout=60,
         message="the jobs did not end",
     )
@@ -98,7 +101,11 @@ def run(app: Celery, task: str, args: tuple[Any, ...], sql: Sql) -> None:
 @pytest.mark.parametrize(
     ("task", "args", "commits"),
     [
-        ("tests.charge", ("cus_1", 500), {"accept": True, "claim": False, "intent": True, "outcome": False, "end": True}),
+        (
+            "tests.charge",
+            ("cus_1", 500),
+            {"accept": True, "claim": False, "intent": True, "outcome": False, "end": True},
+        ),
         ("tests.pure", (1,), {"accept": True, "claim": False, "end": True}),
         ("tests.whole_body", ("cus_1", 500), {"accept": True, "claim": True, "outcome": True}),
     ],

@@ -105,9 +105,7 @@ def test_a_conflict_leaves_the_callers_transaction_usable(app: Celery, engine: A
     assert len(sql("SELECT id FROM jobs")) == 2
 
 
-def test_a_key_in_an_open_transaction_is_a_refusal_that_may_be_tried_again(
-    app: Celery, engine: Any, sql: Sql
-) -> None:
+def test_a_key_in_an_open_transaction_is_a_refusal_that_may_be_tried_again(app: Celery, engine: Any, sql: Sql) -> None:
     with Session(engine) as one, Session(engine) as two:
         job = charge(app, "a", one, idempotency_key="k")
         place(two, "order")

@@ -430,16 +430,17 @@ def test_a_worker_pauses_between_effects(
     (other,) = both.values()
     # The other job has to run on the same worker.
     other.pause("parent")
-    charged = app.tasks["tests.sleep_then_charge"].apply_async((6, "cus_1", 500))
+    charged = app.tasks["tests.sleep_then_charge"].apply_async((6, "cus_1", 500, 5))
     wait_status(sql, charged.id, "running")
     paused.pause()
     other.resume("parent")
 
-    wait_status(sql, charged.id, "succeeded")
-    eventually(lambda: job(sql, plain.id)["fence"] == 2, 15, message="taken over")
+    for result in (plain, charged):
+        eventually(lambda: job(sql, result.id)["fence"] == 2, 15, message="taken over")  # noqa: B023
     paused.resume()
     eventually(lambda: paused.log().count("is no longer ours") == 2, 15, message="it found out, twice")
-    wait_status(sql, plain.id, "succeeded")
+    for result in (plain, charged):
+        wait_status(sql, result.id, "succeeded")
     taken_over = [
         *CLAIMED[:3],
         "job running > queued #1 (lease_expired)",

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import psycopg
 import pytest
-from celery import Celery
+from celery import Celery, chain, chord, group
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_safe_effects import (
@@ -161,6 +161,30 @@ def test_the_result_is_json_on_the_first_call_too(lab: Lab) -> None:
     task = lab.task(lambda self: seen.append(a().result), effects=[a])
     lab.run(task)
     assert seen == [{"t": [1, 2], "3": "x"}]
+
+
+def test_messages_and_canvases_of_a_body_are_sent_once_however_often_it_runs(lab: Lab) -> None:
+    child = lab.task(lambda self, *args: None, effects=[])
+
+    def body(self: Any) -> Any:
+        child.delay(1)
+        chain(child.s(2), child.s(3)).apply_async()
+        group(child.s(4), child.s(5)).apply_async()
+        chord([child.s(6), child.s(7)], child.s(8)).apply_async()
+        if self.job.attempt < 3:
+            lab.crash(self)
+        return "done"
+
+    task = lab.task(body, effects=[])
+    job = lab.run(task)
+    first = {r["id"] for r in lab.sql("SELECT id FROM jobs WHERE id <> %s", job)}
+    assert len(first) == 1 + 1 + 2 + 2
+    for _ in range(2):
+        lab.run(task, job=job)
+    assert {r["id"] for r in lab.sql("SELECT id FROM jobs WHERE id <> %s", job)} == first
+    assert lab.status(job) == "succeeded"
+    other = lab.run(task)
+    assert not first & {r["id"] for r in lab.sql("SELECT id FROM jobs WHERE parent_id = %s", other)}
 
 
 @pytest.mark.parametrize("change", ["effect", "arguments"])
@@ -345,6 +369,23 @@ def test_an_uncaught_not_happened_runs_again_under_the_same_key_until_attempts_a
     lab.run(task, job=job)
     assert (lab.status(job), lab.row(job)["reason"]) == ("failed", "max_attempts")
     assert lab.calls == [("a", f"{job}:1")] * 2
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "a\ud800b"])
+def test_an_error_whose_text_the_database_cannot_hold(lab: Lab, text: str) -> None:
+    a = lab.effect("a", refused_on=Declined)
+    lab.behaviour["a"] = Declined(text)
+
+    def body(self: Any) -> Any:
+        with contextlib.suppress(EffectRefused):
+            a(text)
+        raise ValueError(text)
+
+    job = lab.run(lab.task(body, effects=[a]))
+    assert lab.status(job) == "failed"
+    assert lab.safe.job(job).last_error
+    assert len(lab.safe.jobs()) == 1
+    assert lab.safe.operation(f"{job}:1").args == {"args": [text]}
 
 
 def test_an_error_of_the_body_between_effects_fails_the_job(lab: Lab) -> None:
@@ -745,6 +786,34 @@ def test_throws_of_a_whole_body_is_a_failure(lab: Lab) -> None:
     assert lab.operations(job) == {"body": "refused"}
 
 
+def test_max_retries_ends_a_job_whose_effect_never_happens(lab: Lab) -> None:
+    a = lab.effect("a", not_happened_on=ConnectionRefusedError)
+    lab.behaviour["a"] = ConnectionRefusedError(111, "refused")
+    task = lab.task(lambda self: a().ref, effects=[a], autoretry_for=(Exception,), max_retries=2, retry_backoff=False)
+    job = lab.run(task)
+    assert (lab.status(job), len(lab.calls)) == ("failed", 3)
+
+
+@pytest.mark.parametrize("what", ["group", "chain", "chord", "map", "starmap", "chunks"])
+def test_what_would_run_unrecorded_is_refused_by_name(lab: Lab, what: str) -> None:
+    child = lab.task(lambda self, *args: None, effects=[])
+    canvases = {
+        "group": lambda: group(child.s(1), child.s(2)),
+        "chain": lambda: chain(child.s(1), child.s(2)),
+        "chord": lambda: chord([child.s(1), child.s(2)], child.s(3)),
+    }
+
+    def body(self: Any) -> Any:
+        if what in canvases:
+            return self.replace(canvases[what]())
+        return getattr(child, what)(*([[1, 2]] if what != "chunks" else [[1, 2], 1]))
+
+    job = lab.run(lab.task(body, effects=[]))
+    assert lab.status(job) == "failed"
+    assert f"{what}" in lab.row(job)["last_error"]
+    assert len(lab.sql("SELECT id FROM jobs")) == 1, "nothing was sent"
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_retry_is_a_statement_and_autoretry_is_not(lab: Lab, explicit: bool) -> None:
     def body(self: Any) -> Any:
@@ -834,7 +903,10 @@ def test_always_eager_keeps_idempotency_keys(lab: Lab) -> None:
 
 
 def test_a_job_whose_runs_are_over_says_how_and_its_end_is_due_at_once(lab: Lab) -> None:
-    task = lab.task(lambda self: lab.crash(self), effects=[], max_attempts=2)
+    def body(self: Any) -> Any:
+        lab.crash(self)
+
+    task = lab.task(body, effects=[], max_attempts=2)
     job = lab.run(task)
     lab.run(task, job=job)
     row = lab.row(job)

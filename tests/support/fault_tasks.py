@@ -147,11 +147,10 @@ def add_tasks(app: Celery) -> None:
         _waiting_task(app, kind, one)
 
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.sleep_then_charge", effects=[tasks.charge])
-    def sleep_then_charge(self: Any, seconds: float, customer: str, cents: int) -> Any:
-        """Sleep in the first attempt, outside of any effect; then charge."""
+    def sleep_then_charge(self: Any, seconds: float, customer: str, cents: int, later: float = 0) -> Any:
+        """Sleep outside of any effect, for another time in later attempts; then charge."""
         entered("sleep_then_charge")
-        if self.job.attempt == 1:
-            time.sleep(seconds)
+        time.sleep(seconds if self.job.attempt == 1 else later)
         return tasks.charge(customer, cents).ref
 
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.sleeps", effects=[])
