@@ -211,7 +211,7 @@ class Effect(Generic[P, R]):
         if job is None:
             raise NoActiveJob(
                 f"effect {self.name!r} was called outside a job, and nothing was done: run its task with delay(), "
-                "apply_async() or apply(), not as a function; in a thread of a job's own, use contextvars.copy_context()"
+                "apply_async() or apply(), not as a function; in a thread of the job's, use contextvars.copy_context()"
             )
         return job.call(self, step, keyed, args, dict(kwargs))
 

@@ -29,7 +29,7 @@ OPAQUE: Final = "raw:"
 """Begins the digest of a call whose arguments are not JSON."""
 
 _DROPPED: Final = frozenset(
-    {"producer", "retry", "retry_policy", "event_dispatcher", "timeout", "confirm_timeout", "declare"}
+    {"producer", "retry", "retry_policy", "event_dispatcher", "timeout", "confirm_timeout", "declare", "expiration"}
 )
 
 
@@ -68,7 +68,7 @@ class Envelope:
 
     @classmethod
     def of_request(cls, request: Mapping[str, Any], args: Any, kwargs: Any) -> Envelope:
-        """The envelope of a message that a worker received.
+        """The envelope of a message that a worker received; its continuations have ids that follow from its own.
 
         Arguments:
             request: the request as Celery's mapping, with the message's headers, properties and delivery info.
@@ -82,7 +82,8 @@ class Envelope:
             "reply_to": request.get("reply_to") or "",
         }
         headers = {name: request.get(name) for name in HEADERS}
-        return cls(headers, properties, (list(args), dict(kwargs), embed), options)
+        body = with_stable_ids(str(request["id"]), (list(args), dict(kwargs), embed))
+        return cls(headers, properties, body, options)
 
     @property
     def id(self) -> str:

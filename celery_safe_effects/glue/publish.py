@@ -195,6 +195,7 @@ class Publisher:
         extra = options.pop("headers", None)
         if extra:
             headers.update(extra)
+        options.pop("expiration", None)  # the database judges expiry; a hint has no time to live
         body = with_stable_ids(headers["id"], body)
         envelope = Envelope(
             {key: value for key, value in headers.items() if key != MARK}, properties, body, routing_options(options)
@@ -342,7 +343,7 @@ class Publisher:
                 )
             except _AlreadyAccepted:
                 return
-            except (StoreUnavailable, AcceptanceUnknown, SchemaMismatch, psycopg.Error) as exc:
+            except (StoreUnavailable, AcceptanceUnknown, AdmissionRejected, SchemaMismatch, psycopg.Error) as exc:
                 if clock() >= give_up:
                     raise
                 logger.warning("message %s waits to be persisted: %s", envelope.id, exc)

@@ -248,9 +248,10 @@ BEGIN
             NEW.pending_reason := NULL;
             NEW.waiting_for := NULL;
             NEW.settled_at := CASE WHEN NOT NEW.settle THEN NEW.finished_at END;
-            -- The worker that ends a job tells Celery itself; the later delivery is for when it does not get to it.
+            -- The worker that ends a job tells Celery itself, within its lease; after that, a delivery does.
             NEW.next_publish_at := CASE WHEN NOT NEW.settle THEN NULL
-                WHEN OLD.status = 'running' AND who = OLD.lease_owner THEN NEW.finished_at + interval '30 seconds'
+                WHEN OLD.status = 'running' AND who = OLD.lease_owner
+                THEN greatest(OLD.lease_until, NEW.finished_at + interval '1 second')
                 ELSE NEW.finished_at END;
         ELSIF NEW.status = 'queued' THEN
             NEW.finished_at := NULL;
