@@ -216,6 +216,7 @@ class SafeEffects:
         """Build what is built lazily, so that a wrong declaration is found at start."""
         for name in self.task_names():
             task = self.app.tasks[name]
+            task.check()
             if task.effects is None:
                 task.body()
 

@@ -5,6 +5,7 @@ Also under a Django ``namespace="CELERY"`` (``CELERY_SAFE_EFFECTS_LEASE_TTL`` â€
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -124,7 +125,7 @@ def _limits(key: str, value: Any) -> Limits:
         try:
             value = Limits(**value)
         except (TypeError, ValueError, ConfigurationError) as exc:
-            raise ConfigurationError(f"{key}: {exc}") from None
+            raise ConfigurationError(f"{key}: {str(exc).replace('Limits.__init__() ', '')}") from None
     if not isinstance(value, Limits):
         raise ConfigurationError(f"{key} must be Limits(...) or a mapping of its arguments, not {value!r}")
     if value != Limits():
@@ -170,6 +171,18 @@ _READERS: Final[dict[str, Callable[[str, Any], Any]]] = {
 }
 
 
+def _refuse_unknown(conf: Any) -> None:
+    """A misspelled setting would otherwise be taken for its default."""
+    known = {PREFIX + name for name in _READERS}
+    for key in conf:
+        _, found, name = str(key).lower().partition(PREFIX)
+        if found and PREFIX + name not in known:
+            near = difflib.get_close_matches(PREFIX + name, known, n=1)
+            raise ConfigurationError(
+                f"there is no setting {PREFIX + name}" + (f"; did you mean {near[0]}?" if near else "")
+            )
+
+
 def from_conf(conf: Any) -> Config:
     """Read and validate the settings of an app.
 
@@ -182,6 +195,7 @@ def from_conf(conf: Any) -> Config:
     Raises:
         ConfigurationError: naming the first key that is missing or wrong.
     """
+    _refuse_unknown(conf)
     values: dict[str, Any] = {}
     for name, read in _READERS.items():
         key = PREFIX + name

@@ -143,6 +143,8 @@ class Effect(Generic[P, R]):
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
         ):
             raise ConfigurationError(f"effect {name!r}: its function takes the Operation as its first argument")
+        if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+            raise ConfigurationError(f"effect {name!r}: this version runs no `async def` effects; write `def`")
         self.signature = inspect.Signature(parameters[1:])
         missing = options.redact - {p.name for p in parameters[1:]}
         if missing:
@@ -201,6 +203,14 @@ class Effect(Generic[P, R]):
             raise ConfigurationError(f"effect {self.name!r} is repeatable and never unknown; it takes no lookup")
         if not callable(find):
             raise ConfigurationError(f"effect {self.name!r}: lookup takes a function of one Operation")
+        if inspect.iscoroutinefunction(find):
+            raise ConfigurationError(f"effect {self.name!r}: this version runs no `async def` lookups; write `def`")
+        try:
+            inspect.signature(find).bind(None)
+        except TypeError as exc:
+            raise ConfigurationError(f"effect {self.name!r}: its lookup takes the Operation alone: {exc}") from None
+        except ValueError:
+            pass  # a builtin that tells no signature
         self.find = find
         return find
 
@@ -325,7 +335,8 @@ def body_effect(task_name: str, fn: Callable[..., Any], options: Mapping[str, An
     try:
         made = make_options(f"{task_name} (effect_options)", **given)
     except TypeError as exc:
-        raise ConfigurationError(f"task {task_name!r}: effect_options: {exc}") from None
+        what = str(exc).replace("make_options() ", "")
+        raise ConfigurationError(f"task {task_name!r}: effect_options {what}") from None
     body: Effect[Any, Any] = Effect(_with_operation(fn), task_name, made)
     if find is not None:
         body.lookup(find)

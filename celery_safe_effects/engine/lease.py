@@ -57,7 +57,7 @@ class LeaseKeeper:
         on_lost: called with a lease that a renewal found lost.
     """
 
-    TICK = 1.0
+    TICK = 0.5
 
     def __init__(self, store: Store, interval: float, on_lost: Callable[[Lease], None] | None = None) -> None:
         self.store = store
@@ -82,11 +82,14 @@ class LeaseKeeper:
         self._here()
         held = HeldLease(lease, ttl, since)
         self._held[held] = None
+        self._start()
+        return held
+
+    def _start(self) -> None:
         if self._thread is None:
             self._last = clock()
             self._thread = threading.Thread(target=self._run, name="safe-effects-leases", daemon=True)
             self._thread.start()
-        return held
 
     def drop(self, held: HeldLease) -> None:
         """Stop renewing a lease."""
@@ -101,6 +104,7 @@ class LeaseKeeper:
         """Note that Celery was told of a job's end; written in the next batch."""
         self._here()
         self._ended.append((job, fence))
+        self._start()
 
     def flush(self) -> None:
         """Write the noted settlements now."""
@@ -112,13 +116,15 @@ class LeaseKeeper:
             logger.warning("settling %d jobs failed; they will be delivered once more", len(ended), exc_info=True)
 
     def _run(self) -> None:
-        tick = min(self.TICK, self.interval / 2)
         while self._pid == os.getpid():
+            # A task may have a shorter ttl than the setting that the interval follows.
+            every = min([self.interval, *(held.ttl / 3 for held in list(self._held))])
+            tick = min(self.TICK, every / 2)
             self._wake.wait(tick)
             try:
                 if self._ended:
                     self.flush()
-                if clock() - self._last >= self.interval - tick / 2:
+                if clock() - self._last >= every - tick / 2:
                     self._last = clock()
                     self.renew()
             except Exception:

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
+from celery.worker import state as worker_state
 
 from .. import canonical, signals
 from ..engine import current, failures, process
@@ -28,7 +29,7 @@ from ..errors import (
 from ..states import TERMINAL, JobStatus
 from ..states import OperationStatus as Op
 from ..store.hot import RETRYABLE, Lease, Row
-from ..values import Operation
+from ..values import Operation, Outcome
 from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest
 
 if TYPE_CHECKING:
@@ -299,9 +300,11 @@ class Execution:
     def _body(self, job: ActiveJob) -> _Conclusion:
         try:
             self._started()
-            value = self.task.run(*self.args, **self.kwargs)
+            value = self.task.invoke(*self.args, **self.kwargs)
         except BaseException as exc:
             return self._failed(job, exc)
+        if isinstance(value, Outcome):
+            value = value.result
         if job.parked is not None or job.mismatch is not None:
             return self._failed(job, job.mismatch or job.parked)  # type: ignore[arg-type]
         try:
@@ -349,8 +352,12 @@ class Execution:
             tell = Retry(exc=job.not_happened, when=delay)
             return _Conclusion("again", "not_happened", error=failures.to_json(exc), delay=delay, tell=tell, value=exc)
         if not isinstance(exc, Exception):
-            # The process is being ended: between two effects the body may run again.
-            return _Conclusion("queued", "stopped", refund=1, tell=exc)
+            # The process is being ended: between two effects the body may run again. A stop of the worker costs no
+            # attempt; a body that ends its process by itself must not do so for ever.
+            if worker_state.should_stop is not None or worker_state.should_terminate is not None:
+                return _Conclusion("queued", "stopped", refund=1, tell=exc)
+            delay = min(MAX_BACKOFF, BACKOFF * 2 ** min(job.attempt - 1, 16))
+            return _Conclusion("again", "stopped", error=failures.to_json(exc), delay=delay, tell=exc, value=exc)
         return _Conclusion("failed", "error", error=failures.to_json(exc), tell=exc)
 
     def _retry(self, job: ActiveJob, exc: Retry) -> _Conclusion:
@@ -425,7 +432,7 @@ class Execution:
             if error is not None:
                 raise EffectResultInvalid(error["text"])
             self._settles(job.fence)
-            return value
+            return value.result if isinstance(value, Outcome) else value
         if isinstance(raised, (LeaseLost, JobCancelled)):
             # Raised by a checkpoint in the body: whether it had begun its effect, only its author could say.
             status = Op.UNKNOWN
@@ -470,7 +477,7 @@ class Execution:
         original = task.__dict__.get("_orig_run")
         if original is None:
             job.in_body = True
-            return task.run(*self.args, **self.kwargs)
+            return task.invoke(*self.args, **self.kwargs)
         if not getattr(original, "_safe_effects_tracked", False):
 
             def tracked(*args: Any, **kwargs: Any) -> Any:
@@ -485,7 +492,7 @@ class Execution:
 
             tracked._safe_effects_tracked = True  # type: ignore[attr-defined]
             task._orig_run = tracked
-        return task.run(*self.args, **self.kwargs)
+        return task.invoke(*self.args, **self.kwargs)
 
     def _pend(
         self,

@@ -21,15 +21,15 @@ def install(safe: SafeEffects, app: Celery) -> None:
 
     def sweep(self: Any) -> dict[str, Any]:
         """Recover leases that ran out, publish what is due."""
-        return asdict(safe.sweeper.run(safe.owner(self.request.hostname)))
+        return asdict(safe.sweeper.run(f"{safe.owner(self.request.hostname)}/sweep"))
 
     def reconcile(self: Any) -> dict[str, Any]:
         """Ask providers about operations whose outcome is unknown."""
-        return asdict(safe.reconciler.run(safe.owner(self.request.hostname)))
+        return asdict(safe.reconciler.run(f"{safe.owner(self.request.hostname)}/reconcile"))
 
     def prune(self: Any) -> dict[str, Any]:
         """Delete finished jobs past their retention."""
-        return asdict(safe.pruner.run(safe.owner(self.request.hostname)))
+        return asdict(safe.pruner.run(f"{safe.owner(self.request.hostname)}/prune"))
 
     options = {"bind": True, "ignore_result": True, "shared": False, "acks_late": False, "max_retries": 0}
     app.task(sweep, name=SWEEP, **options)

@@ -42,6 +42,11 @@ class SafeRequest(Request):
         return self.task.safe_effects  # type: ignore[no-any-return]
 
     @property
+    def _actor(self) -> str:
+        """The worker's main process, which is never the owner of a lease that it ends."""
+        return f"{self._safe.owner(self.hostname)}/main"
+
+    @property
     def marked(self) -> bool:
         """Whether the message belongs to a row already."""
         return Mark.of(self._request_dict.get(MARK)) is not None
@@ -152,7 +157,7 @@ class SafeRequest(Request):
 
     def _cancel_job(self, reason: str) -> None:
         try:
-            self._safe.store.rows("CANCEL", id=self.id, reason=reason, actor=self._safe.owner(self.hostname))
+            self._safe.store.rows("CANCEL", id=self.id, reason=reason, actor=self._actor)
         except Exception:
             logger.warning("job %s could not be cancelled", self.id, exc_info=True)
 
@@ -170,12 +175,12 @@ class SafeRequest(Request):
                 reason=reason,
                 delay=BACKOFF,
                 max_delay=MAX_BACKOFF,
-                actor=safe.owner(self.hostname),
+                actor=self._actor,
             )
         except Exception:
             logger.warning("job %s is left to its lease's end", self.id, exc_info=True)
             rows = []
-        safe.announce(safe.owner(self.hostname), self.id)
+        safe.announce(self._actor, self.id)
         for row in rows:
             if row.status == JobStatus.UNKNOWN:
                 safe.teller.unknown(self.task, self.id, self._context, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from celery import Task
 from celery.app.task import Task as BaseTask
 from celery.exceptions import Retry
+from celery.utils.imports import symbol_by_name
 
+from .. import canonical
 from ..effects import Effect, body_effect
 from ..engine import current, failures
 from ..engine.job import ActiveJob
@@ -54,6 +57,7 @@ class SafeTask(Task):
     _declared: ClassVar[tuple[Effect[Any, Any], ...] | None] = None
     _body: ClassVar[Effect[Any, Any] | None] = None
     _store_started: ClassVar[bool] = False
+    _user_call: ClassVar[Callable[..., Any] | None] = None
     _user_before_start: ClassVar[Callable[..., Any] | None] = None
 
     @classmethod
@@ -77,6 +81,12 @@ class SafeTask(Task):
         if cls.track_started:
             cls._store_started = True
             cls.track_started = False
+        # A user's own __call__ runs inside the claimed job, whether it calls super() or not.
+        if cls.__call__ is not SafeTask.__call__:
+            cls._user_call = cls.__call__
+            cls.__call__ = SafeTask.__call__  # type: ignore[method-assign]
+        if inspect.iscoroutinefunction(cls.run) or inspect.isasyncgenfunction(cls.run):
+            raise ConfigurationError(f"task {cls.name!r}: this version runs no `async def` bodies; write `def`")
         if cls.before_start is not BaseTask.before_start and cls._user_before_start is None:
             cls._user_before_start = staticmethod(cls.before_start)
             cls.before_start = BaseTask.before_start
@@ -183,6 +193,37 @@ class SafeTask(Task):
         finally:
             _eager_options.reset(scope)
 
+    def invoke(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the body, by way of the user's own ``__call__`` where there is one."""
+        call = type(self)._user_call
+        return call(self, *args, **kwargs) if call is not None else self.run(*args, **kwargs)
+
+    @classmethod
+    def check(cls) -> None:
+        """Check what only a worker needs to know.
+
+        Raises:
+            ConfigurationError: naming the task and the option.
+        """
+        wanted: Any = symbol_by_name(cls.Request)
+        ours: Any = symbol_by_name(SafeTask.Request)
+        if not issubclass(wanted, ours):
+            raise ConfigurationError(
+                f"task {cls.name!r}: its Request {wanted.__name__} must derive from "
+                "celery_safe_effects.glue.request.SafeRequest, or a lost worker would be taken for a failed job"
+            )
+        for option in ("lease_ttl", "max_age"):
+            value = getattr(cls, option)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+                raise ConfigurationError(f"task {cls.name!r}: {option} must be seconds greater than 0, not {value!r}")
+        value = cls.max_attempts
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f"task {cls.name!r}: max_attempts must be at least 1, not {value!r}")
+        for option in ("tenant", "pool"):
+            text = getattr(cls, option)
+            if text is not None and not canonical.is_text(text):
+                raise ConfigurationError(f"task {cls.name!r}: {option} must be a non-empty string, not {text!r}")
+
     @staticmethod
     def eager_options() -> dict[str, Any]:
         """The library's own options of the ``apply()`` that is under way."""
@@ -211,6 +252,9 @@ class SafeTask(Task):
         request = self.request
         if request.called_directly or not request.id:
             return super().__call__(*args, **kwargs)
+        job = current.job()
+        if job is not None and job.id == request.id:
+            return self.run(*args, **kwargs)  # a user's own __call__ came here by super()
         from .execution import Execution
 
         return Execution(self, request, args, kwargs).run()

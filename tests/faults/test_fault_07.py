@@ -75,8 +75,6 @@ def test_07_killed_before_celery_knew_of_the_end(
     assert not job(sql, victim)["settled_at"]
 
     workers("b", acks_late=acks_late, env=env)
-    # The worker that ended the job had half a minute to tell Celery; nobody shall wait for that here.
-    sql("UPDATE job SET next_publish_at = clock_timestamp() WHERE id = %s AND settled_at IS NULL", victim)
     (body,) = eventually(
         lambda: sql("SELECT id FROM jobs WHERE task = 'tests.follow' AND status = 'succeeded'"),
         30,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -688,7 +689,9 @@ def test_a_late_outcome_confirms_its_own_operation_and_a_second_one_is_a_double_
             lab.behaviour["a"] = None
             lab.safe.resolve(op.key, NotHappened(), actor="ops", reason="a wrong guess")
             lab.sql("UPDATE job SET run_after = NULL")
-            threading.Thread(target=lab.run, args=(task,), kwargs={"job": job}).run()
+            other = threading.Thread(target=lab.run, args=(task,), kwargs={"job": job})
+            other.start()
+            other.join()
         return Outcome("late")
 
     lab.behaviour["a"] = slow
@@ -899,6 +902,48 @@ def test_always_eager_keeps_idempotency_keys(lab: Lab) -> None:
     assert (lab.row(first.id)["idempotency_key"], lab.row(first.id)["tenant"]) == ("k", "acme")
 
 
+@pytest.mark.parametrize("co_operates", [False, True])
+def test_a_users_own_call_runs_inside_the_job(lab: Lab, co_operates: bool) -> None:
+    """The documented pattern of other frameworks: ``__call__`` that wraps ``run`` in a context, with super() or not."""
+    a = lab.effect("a")
+    inside: list[str] = []
+
+    class Wrapped(SafeTask):
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            inside.append(self.job.id)
+            return super().__call__(*args, **kwargs) if co_operates else self.run(*args, **kwargs)
+
+    def body(self: Any) -> Any:
+        return a().ref
+
+    task = lab.app.task(base=Wrapped, bind=True, shared=False, name=next(_names), effects=[a])(body)
+    job = lab.run(task)
+    assert inside == [job]
+    assert (lab.status(job), len(lab.calls)) == ("succeeded", 1)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_outcome_that_a_body_returns_counts_by_its_result(lab: Lab, whole: bool) -> None:
+    a = lab.effect("a")
+    task = lab.task(lambda self: Outcome("r", {"n": 1})) if whole else lab.task(lambda self: a(1), effects=[a])
+    job = str(uuid4())
+    result = task.apply((), task_id=job)
+    assert result.get() == lab.row(job)["result"] == ({"n": 1} if whole else [1])
+    assert lab.row(job)["outcome_ref"] == ("r" if whole else "a-1")
+
+
+def test_a_body_that_ends_its_process_does_not_do_so_for_ever(lab: Lab) -> None:
+    task = lab.task(lambda self: sys.exit(3), effects=[], max_attempts=2)
+    job = str(uuid4())
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            lab.run(task, job=job)
+        lab.sql("UPDATE job SET run_after = NULL WHERE status = 'queued'")
+    assert (lab.status(job), lab.row(job)["attempts"]) == ("failed", 2)
+
+
 # -- telling Celery ----------------------------------------------------------------------------------------------------
 
 
@@ -912,9 +957,23 @@ def test_a_job_whose_runs_are_over_says_how_and_its_end_is_due_at_once(lab: Lab)
     row = lab.row(job)
     assert (row["status"], row["reason"]) == ("failed", "max_attempts")
     assert "failed after 2 attempts; the last one ended by: lease_expired" in row["last_error"]
-    assert lab.sql("SELECT run_after, next_publish_at <= clock_timestamp() AS due FROM job") == [
-        {"run_after": None, "due": True}
-    ]
+    # The very sweep that ended it also delivered the end.
+    assert lab.sql("SELECT run_after, publishes FROM job") == [{"run_after": None, "publishes": 1}]
+
+
+def test_a_worker_whose_job_was_ended_by_the_sweep_tells_celery_nothing(lab: Lab) -> None:
+    """Nothing but a job that succeeded ever reads SUCCESS, also where the worker itself believes that it did."""
+
+    def body(self: Any) -> Any:
+        with contextlib.suppress(SystemExit):
+            lab.crash(self)
+        return "done"
+
+    task = lab.task(body, effects=[], max_attempts=1)
+    job = str(uuid4())
+    result = task.apply((), task_id=job)
+    assert (lab.status(job), lab.row(job)["reason"]) == ("failed", "max_attempts")
+    assert result.state == "IGNORED"
 
 
 def test_an_end_is_told_by_one_delivery_at_a_time(lab: Lab) -> None:

@@ -43,7 +43,7 @@ def ledger(at: Provider) -> list[Row]:
 
 def reached(at: Provider, name: str, times: int = 1) -> None:
     """Wait until a worker has come to a gate."""
-    eventually(lambda: at.received(REACHED, name) >= times, 15, message=f"a worker reached {name}")
+    eventually(lambda: at.received(REACHED, name) >= times, 30, message=f"a worker reached {name}")
 
 
 def open_gate(at: Provider, name: str) -> None:
@@ -63,7 +63,7 @@ def operation_row(sql: Sql, key: str) -> dict[str, Any]:
     return row
 
 
-def becomes(sql: Sql, job_id: str, status: str, timeout: float = 15) -> dict[str, Any]:
+def becomes(sql: Sql, job_id: str, status: str, timeout: float = 30) -> dict[str, Any]:
     """Wait for a job's status; returns the job."""
 
     def row() -> dict[str, Any]:

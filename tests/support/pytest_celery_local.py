@@ -220,7 +220,7 @@ class LocalTestWorker(CeleryTestWorker):
 def safe_worker(
     name: str, conf: Mapping[str, Any], app: Celery, provider: Provider, folder: Path
 ) -> Iterator[CeleryTestWorker]:
-    """A worker of the test application as one more node of a setup, started without waiting until it is ready.
+    """A worker of the test application as one more node of a setup.
 
     Args:
         name: its node name before the `@`.
@@ -231,7 +231,7 @@ def safe_worker(
     """
     log = folder / f"{name}.log"
     process = WorkerProcess(APP, name=name, env=process_environment(conf, provider), cwd=ROOT, log_path=log)
-    with process.start(ready=False):
+    with process.start():
         worker = LocalTestWorker(LocalWorkerContainer(process), app)
         yield worker
         worker.teardown()

@@ -69,6 +69,11 @@ def test_a_missing_url_says_what_to_set() -> None:
         from_conf({})
 
 
+def test_a_misspelled_setting_is_not_taken_for_its_default() -> None:
+    with pytest.raises(ConfigurationError, match=r"safe_effects_lease_tll; did you mean safe_effects_lease_ttl\?"):
+        read(lease_tll=5)
+
+
 def test_settings_under_a_namespace() -> None:
     app = Celery("x", set_as_current=False)
     app.config_from_object(

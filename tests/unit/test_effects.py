@@ -174,6 +174,26 @@ def test_a_repeatable_effect_takes_no_lookup() -> None:
         model.lookup(print)  # type: ignore[arg-type]
 
 
+def test_async_functions_are_refused_at_declaration() -> None:
+    with pytest.raises(ConfigurationError, match="async def"):
+
+        @effect(name="unit.async")
+        async def later(op: Operation) -> None:
+            return None
+
+    @effect(name="unit.sync")
+    def now(op: Operation) -> None:
+        return None
+
+    async def find(op: Operation) -> Any:
+        return None
+
+    with pytest.raises(ConfigurationError, match="async def"):
+        now.lookup(find)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="Operation alone"):
+        now.lookup(lambda: None)  # type: ignore[arg-type, misc]
+
+
 @pytest.fixture
 def app() -> Celery:
     made = Celery("unit", broker="memory://", set_as_current=False)
@@ -197,6 +217,36 @@ def test_wrong_task_declarations_are_refused_when_bound(app: Celery, options: di
         return None
 
     with pytest.raises(ConfigurationError, match=words):
+        app.finalize()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lease_ttl": 0},
+        {"lease_ttl": "30"},
+        {"max_attempts": -3},
+        {"max_age": -1},
+        {"tenant": ""},
+        {"pool": 5},
+        {"Request": "celery.worker.request:Request"},
+    ],
+)
+def test_wrong_task_options_are_found_at_start(app: Celery, options: dict[str, Any]) -> None:
+    @app.task(base=SafeTask, shared=False, name="unit.options", effects=[], **options)
+    def task() -> None:
+        return None
+
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        app.__dict__["_safe_effects"].check_declarations()
+
+
+def test_an_async_body_is_refused(app: Celery) -> None:
+    @app.task(base=SafeTask, shared=False, name="unit.async_body", effects=[])
+    async def task() -> None:
+        return None
+
+    with pytest.raises(ConfigurationError, match="async def"):
         app.finalize()
 
 

@@ -242,6 +242,11 @@ BEGIN
         NEW.lease_until := NULL;
         NEW.lease_owner := NULL;
         NEW.publishes := 0;
+        -- The owner's token outlives its lease, so that it recognises its own end when the reply was lost. An end that
+        -- another wrote is not the owner's.
+        IF who IS DISTINCT FROM OLD.lease_owner THEN
+            NEW.lease_token := NULL;
+        END IF;
         IF NEW.status = ANY (ended) THEN
             NEW.finished_at := clock_timestamp();
             NEW.pending_status := NULL;
