@@ -248,6 +248,15 @@ class SafeTask(Task):
 
         return await run_sync(enqueue)
 
+    def start_strategy(self, app: Any, consumer: Any, **kwargs: Any) -> Any:
+        """Refuse to consume for a SafeTask in an app without ``SafeEffects``: every delivery of it would fail."""
+        try:
+            of(app)
+        except ConfigurationError as exc:
+            logger.critical("celery-safe-effects refuses to start this worker: %s", exc)
+            raise SystemExit(f"celery-safe-effects refuses to start this worker: {exc}") from exc
+        return super().start_strategy(app, consumer, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         request = self.request
         if request.called_directly or not request.id:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from celery_safe_effects.errors import (
     SchemaMismatch,
     StoreUnavailable,
 )
-from celery_safe_effects.testing import EmbeddedPostgres, eventually
+from celery_safe_effects.testing import EmbeddedPostgres, WorkerProcess, eventually
 from example_project.provider_client import Provider
 from tests.support.brokers import Broker
 from tests.support.processes import Workers
@@ -87,6 +88,24 @@ def test_a_producer_during_a_restart_gets_an_error_and_writes_nothing_by_halves(
     assert result.get(timeout=20)
     assert [row["status"] for row in sql("SELECT status FROM jobs")] == ["succeeded"] * 2
     assert sorted(row["body"]["cents"] for row in provider.ledger()) == [1, 3]
+
+
+def test_an_app_without_safe_effects(workers: Workers, tmp_path: Path, app_conf: dict[str, Any]) -> None:
+    """A worker that could only fail every delivery does not start."""
+    (tmp_path / "bare_app.py").write_text(
+        "from celery import Celery\n"
+        "from celery_safe_effects import SafeTask\n"
+        f"app = Celery('bare', broker={app_conf['broker_url']!r})\n"
+        "@app.task(base=SafeTask, effects=[])\n"
+        "def task(): pass\n"
+    )
+    worker = WorkerProcess("bare_app:app", name="bare", cwd=tmp_path, log_path=tmp_path / "log")
+    worker.start(ready=False)
+    try:
+        assert worker.wait(timeout=30) != 0
+        assert "add `SafeEffects(app)`" in worker.log()
+    finally:
+        worker.kill()
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ def test_the_row_is_durable_before_the_ack(
         (job_id,) = send_without_library(broker, ("tests.charge", ["cus_1", 500], {}))
         eventually(lambda: blocked(sql, "advisory"), 10, 0.01, message="the worker wants to write the row")
         (since,) = sql("SELECT clock_timestamp() AS at")[0].values()
-        # Each process that tries is refused after a while; two seconds for now.
+        # Long enough for every process that tries to be refused.
         over = "SELECT clock_timestamp() > %s + interval '5 s' AS over"
         eventually(lambda: unacknowledged(broker) == 1 and sql(over, since)[0]["over"], 10)
         assert unacknowledged(broker) == 1
