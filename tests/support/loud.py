@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import pytest
 
-_MISSING = pytest.StashKey[Counter[str]]()
+MARK: Final = "not tested here: "
+"""Begins the reason of such a skip; the reason is all that reaches the end of a run in several processes."""
 
 
 def skip_loudly(request: pytest.FixtureRequest, reason: str) -> NoReturn:
@@ -17,13 +18,16 @@ def skip_loudly(request: pytest.FixtureRequest, reason: str) -> NoReturn:
         request: the fixture's or test's request.
         reason: what is missing and how to get it.
     """
-    request.config.stash.setdefault(_MISSING, Counter())[reason] += 1
-    pytest.skip(reason)
+    pytest.skip(f"{MARK}{reason}")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """List what could not be tested here."""
-    missing = config.stash.get(_MISSING, Counter())
+    missing: Counter[str] = Counter()
+    for report in terminalreporter.getreports("skipped"):
+        _, found, reason = str(report.longrepr).partition(MARK)
+        if found:
+            missing[reason.rstrip("')")] += 1
     if missing:
         terminalreporter.section("NOT TESTED HERE", sep="!", red=True, bold=True)
         for reason, number in missing.most_common():
