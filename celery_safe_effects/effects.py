@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar, overload
 
@@ -41,27 +41,21 @@ class EffectOptions:
     redact: frozenset[str] = field(default_factory=frozenset)
 
 
-def make_options(
-    name: str,
-    *,
-    idempotent_for: float | timedelta | None = None,
-    deadline: float | timedelta | None = DEFAULT_DEADLINE,
-    lookup_lag: float | timedelta = 0.0,
-    lookup_timeout: float | timedelta = 10.0,
-    refused_on: Matcher | Iterable[Matcher] = (),
-    not_happened_on: Matcher | Iterable[Matcher] = (),
-    if_unknown: str = "park",
-    repeatable: bool = False,
-    detached: bool = False,
-    kill_at_deadline: bool = True,
-    trust_deadline_kill: bool = False,
-    redact: Iterable[str] = (),
-) -> EffectOptions:
-    """Validate the options of an effect; see :func:`effect`.
+def make_options(name: str, given: Mapping[str, Any]) -> EffectOptions:
+    """Validate the options of an effect; what is not given has the default of :class:`EffectOptions`.
+
+    Arguments:
+        name: the effect's, for the messages.
+        given: options by the names of :func:`effect`.
 
     Raises:
         ConfigurationError: naming the effect and the option.
     """
+    known = {f.name for f in fields(EffectOptions)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ConfigurationError(f"effect {name!r} has no option {unknown[0]!r}; it takes {', '.join(sorted(known))}")
+    value: dict[str, Any] = {**vars(EffectOptions()), **given}
 
     def bad(option: str, why: str) -> ConfigurationError:
         return ConfigurationError(f"effect {name!r}: {option} {why}")
@@ -84,29 +78,20 @@ def make_options(
             raise bad(option, f"takes exception classes and predicates, not {matcher!r}")
         return found
 
-    if if_unknown not in POLICIES:
-        raise bad("if_unknown", f"must be one of {', '.join(POLICIES)}, not {if_unknown!r}")
-    lag = positive("lookup_lag", lookup_lag, zero=True)
-    timeout = positive("lookup_timeout", lookup_timeout)
-    if lag is None or timeout is None:
-        raise bad("lookup_lag and lookup_timeout", "must be numbers of seconds")
-    if isinstance(redact, str):
+    if value["if_unknown"] not in POLICIES:
+        raise bad("if_unknown", f"must be one of {', '.join(POLICIES)}, not {value['if_unknown']!r}")
+    if isinstance(value["redact"], str):
         raise bad("redact", "takes several parameter names, not one string")
-    options = EffectOptions(
-        idempotent_for=positive("idempotent_for", idempotent_for),
-        deadline=positive("deadline", deadline),
-        lookup_lag=lag,
-        lookup_timeout=timeout,
-        refused_on=matchers("refused_on", refused_on),
-        not_happened_on=matchers("not_happened_on", not_happened_on),
-        if_unknown=if_unknown,  # type: ignore[arg-type]  # checked against POLICIES above
-        repeatable=repeatable,
-        detached=detached,
-        kill_at_deadline=kill_at_deadline,
-        trust_deadline_kill=trust_deadline_kill,
-        redact=frozenset(redact),
-    )
-    if repeatable and (options.idempotent_for or if_unknown != "park" or refused_on or detached):
+    value["redact"] = frozenset(value["redact"])
+    for option in ("idempotent_for", "deadline", "lookup_lag", "lookup_timeout"):
+        value[option] = positive(option, value[option], zero=option == "lookup_lag")
+    if value["lookup_lag"] is None or value["lookup_timeout"] is None:
+        raise bad("lookup_lag and lookup_timeout", "must be numbers of seconds")
+    for option in ("refused_on", "not_happened_on"):
+        value[option] = matchers(option, value[option])
+    options = EffectOptions(**value)
+    outside = options.idempotent_for or options.if_unknown != "park" or options.refused_on or options.detached
+    if options.repeatable and outside:
         raise bad("repeatable", "means no outside effect: it takes no idempotent_for, if_unknown, refused_on, detached")
     if options.detached and options.trust_deadline_kill:
         raise bad("detached", "and trust_deadline_kill exclude each other: the timer cannot end other processes")
@@ -276,7 +261,7 @@ class _Decorator:
     def __call__(self, fn: Callable[Concatenate[Operation, P], R]) -> Effect[P, R]: ...
     def __call__(self, fn: Callable[..., Any]) -> Effect[Any, Any]:
         name = self.name or f"{fn.__module__}.{fn.__qualname__.replace('.<locals>', '')}"
-        made: Effect[Any, Any] = Effect(fn, name, make_options(name, **self.options))
+        made: Effect[Any, Any] = Effect(fn, name, make_options(name, self.options))
         _register(made)
         return made
 
@@ -332,11 +317,7 @@ def body_effect(task_name: str, fn: Callable[..., Any], options: Mapping[str, An
     given = dict(options)
     find = given.pop("lookup", None)
     given.setdefault("deadline", None)
-    try:
-        made = make_options(f"{task_name} (effect_options)", **given)
-    except TypeError as exc:
-        what = str(exc).replace("make_options() ", "")
-        raise ConfigurationError(f"task {task_name!r}: effect_options {what}") from None
+    made = make_options(f"{task_name} (effect_options)", given)
     body: Effect[Any, Any] = Effect(_with_operation(fn), task_name, made)
     if find is not None:
         body.lookup(find)
