@@ -178,8 +178,7 @@ def create_app(conf: Mapping[str, Any]) -> Celery:
             rounds += sum(range(1000)) > 0
         return rounds
 
-    from tests.support import faults2
-    from tests.support import bad_tasks, fault_tasks
+    from tests.support import bad_tasks, fault_tasks, faults2
 
     fault_tasks.add_tasks(app)
     bad_tasks.add_tasks(app)
