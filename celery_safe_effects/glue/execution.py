@@ -11,6 +11,7 @@ from uuid import uuid4
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 from celery.worker import state as worker_state
+from kombu.exceptions import EncodeError
 
 from .. import canonical, signals
 from ..engine import current, failures, process
@@ -33,6 +34,7 @@ from ..values import Operation, Outcome
 from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest
 
 if TYPE_CHECKING:
+    from ..effects import Effect
     from .task import SafeTask
 
 logger = logging.getLogger(__name__)
@@ -178,8 +180,7 @@ class Execution:
         if self.whole_body:
             statement = "CLAIM_BODY"
             body = self.task.body()
-            arguments = body.bind(self.args, self.kwargs).arguments
-            shown = {k: v for k, v in arguments.items() if k not in body.options.redact}
+            shown = self._shown(body)
             options = intent_options(body, self.safe.prefork)
             del options["repeatable"]
             params |= options | {
@@ -204,6 +205,14 @@ class Execution:
                 continue
             break
         return row, since
+
+    def _shown(self, body: Effect[Any, Any]) -> dict[str, Any]:
+        """A whole body's arguments as they are recorded; none where they do not fit, which the claimed run will say."""
+        try:
+            arguments = body.bind(self.args, self.kwargs).arguments
+        except TypeError:
+            return {}
+        return {name: value for name, value in arguments.items() if name not in body.options.redact}
 
     def _ask(self, statement: str, params: dict[str, Any], alarm: ExitStack) -> tuple[Row | None, float]:
         """One claim, however long the database takes: the row is the recovery, but an unmarked message may have none.
@@ -262,7 +271,7 @@ class Execution:
             return self._tell_end(row)
         if row.status == JobStatus.QUEUED:
             if row.dying:
-                self.safe.sweeper.dying(self.id, self.owner)
+                self._insist("SWEEP_DYING", id=self.id, limit=1, actor=self.owner)
                 self.safe.publisher.deliver_now(self.id)
                 raise Ignore
             if (row.wait_s or 0) > 0:
@@ -365,6 +374,10 @@ class Execution:
         if not isinstance(exc.when, (int, float)) and exc.when is not None:
             delay = max(0.0, exc.when.timestamp() - time.time())
         cause = failures.to_json(exc.exc if isinstance(exc.exc, BaseException) else exc)
+        try:
+            self._outgoing(job.outgoing, True)
+        except (EncodeError, TypeError, ValueError) as bad:
+            return _Conclusion("failed", "retry_not_encodable", error=failures.to_json(bad), tell=bad)
         return _Conclusion(
             "again",
             f"retry: {cause['text']}"[:500],
@@ -397,7 +410,6 @@ class Execution:
             return self._conclude(job, self._unknown(key, "an earlier attempt's outcome is not known"))
         options = body.options
         expires = since + options.deadline if options.deadline else None
-        arguments = body.bind(self.args, self.kwargs).arguments
         job.operation = Operation(
             key=key,
             job_id=self.id,
@@ -405,7 +417,7 @@ class Execution:
             effect=body.name,
             attempt=row.op_attempt,
             tenant=job.tenant,
-            arguments={k: v for k, v in arguments.items() if k not in options.redact},
+            arguments=self._shown(body),
             intent_at=row.intent_at,
             deadline_at=row.deadline_at,
             _expires=expires,
@@ -450,8 +462,11 @@ class Execution:
                 if isinstance(raised, Retry)
                 else _Conclusion("again", "not_happened", delay=BACKOFF * 2 ** min(job.attempt - 1, 6))
             )
-            again = self._pend(job, "queued", conclusion.reason, error, conclusion.delay, conclusion.outgoing)
-            if not again:
+            if conclusion.wish == "failed":
+                again, raised = False, conclusion.tell or raised
+                self._pend(job, "failed", conclusion.reason, conclusion.error, 0.0)
+            elif not self._pend(job, "queued", conclusion.reason, error, conclusion.delay, conclusion.outgoing):
+                again = False
                 self._pend(job, "failed", "max_attempts", error, 0.0)
         elif status == Op.REFUSED:
             self._pend(job, "failed", "refused", error, 0.0)

@@ -372,7 +372,7 @@ def test_an_uncaught_not_happened_runs_again_under_the_same_key_until_attempts_a
     assert lab.calls == [("a", f"{job}:1")] * 2
 
 
-@pytest.mark.parametrize("text", ["a\x00b", "a\ud800b"])
+@pytest.mark.parametrize("text", ["a\x00b", "a\ud800b"], ids=["nul", "surrogate"])
 def test_an_error_whose_text_the_database_cannot_hold(lab: Lab, text: str) -> None:
     a = lab.effect("a", refused_on=Declined)
     lab.behaviour["a"] = Declined(text)
