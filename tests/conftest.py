@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import pytest
 
 pytest.register_assert_rewrite("tests.support.checks")
@@ -19,3 +21,11 @@ pytest_plugins = [
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One order in every process: pytest-celery's parameters come out of sets, and xdist compares."""
     items.sort(key=lambda item: (str(item.path), item.location[1] or 0, item.name))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Captured text reaches another process under xdist, which cannot take lone surrogates; some tests log them."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report
