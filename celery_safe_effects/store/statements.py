@@ -108,7 +108,8 @@ _INTENT_AGAIN: Final = """ON CONFLICT (key) DO UPDATE
            deadline_at = excluded.deadline_at, absent_from = excluded.absent_from, has_lookup = excluded.has_lookup,
            if_unknown = excluded.if_unknown, detached = excluded.detached,
            deadline_is_proof = excluded.deadline_is_proof, gone_at = NULL, absent_at = NULL, policy_at = NULL,
-           error = NULL, resolved_at = NULL, resolved_by = NULL, next_reconcile_at = NULL, actor = %(owner)s,
+           error = NULL, resolved_at = NULL, resolved_by = NULL, next_reconcile_at = NULL, asking_until = NULL,
+           actor = %(owner)s,
            reason = CASE WHEN o.status = 'not_happened' THEN 'not_happened'
                          WHEN o.policy_at IS NOT NULL THEN 'policy:send_again' ELSE 'resend' END
      WHERE o.effect = excluded.effect AND o.args_digest = excluded.args_digest
@@ -417,14 +418,16 @@ RECONCILE_DUE: Final = (
     """
 WITH due AS (
     SELECT o.key FROM {s}.operation o WHERE o.status = 'unknown'
-       AND CASE WHEN %(keys)s::text[] IS NULL THEN o.next_reconcile_at <= clock_timestamp()
+       AND CASE WHEN %(keys)s::text[] IS NULL
+                THEN o.next_reconcile_at <= clock_timestamp() AND coalesce(o.asking_until <= clock_timestamp(), true)
                 ELSE o.key = ANY (%(keys)s) END
        AND o.effect <> ALL (%(busy)s::text[])
      ORDER BY o.next_reconcile_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE {s}.operation o
    SET reconcile_attempts = o.reconcile_attempts + 1,
-       next_reconcile_at = clock_timestamp() + %(hold)s::float8 * interval '1 second'
+       next_reconcile_at = clock_timestamp() + %(hold)s::float8 * interval '1 second',
+       asking_until = clock_timestamp() + %(hold)s::float8 * interval '1 second'
   FROM due, {s}.job j WHERE o.key = due.key AND j.id = o.job_id
 RETURNING """
     + OPERATION_FACTS
@@ -470,7 +473,7 @@ RETURNING o.key
 """
 ASK_AT: Final = """
 UPDATE {s}.operation o
-   SET next_reconcile_at = greatest(clock_timestamp() + interval '50 milliseconds',
+   SET asking_until = NULL, next_reconcile_at = greatest(clock_timestamp() + interval '50 milliseconds',
            LEAST(%(at)s::timestamptz, clock_timestamp() + %(after)s::float8 * interval '1 second')),
        evidence = coalesce(%(evidence)s::json, o.evidence)
  WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.status = 'unknown' RETURNING o.key

@@ -14,6 +14,7 @@ from celery.backends.redis import RedisBackend
 
 from celery_safe_effects import Happened, NotHappened, Operation, Outcome, SafeTask, effect
 from celery_safe_effects.effects import Effect
+from celery_safe_effects.glue.execution import Execution
 from example_project.provider_client import Declined, Row
 from tests.support import tasks
 from tests.support.names import DEATH_VARIABLE
@@ -105,20 +106,13 @@ class MortalTask(SafeTask):
 
     abstract = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run, then perhaps die."""
-        job_id = self.request.id
-        value = super().__call__(*args, **kwargs)
-        die_once("before_dispatch", job_id)
-        return value
-
     def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
         """Celery has stored the result and counted the chord's part, and will send `task_success`."""
         die_once("before_settling", task_id)
 
 
 def install_deaths() -> None:
-    """In a worker: patch the steps of Celery's bookkeeping at which it may have to die."""
+    """In a worker: patch the steps, from the job's end to its settling, at which it may have to die."""
     if not os.environ.get(DEATH_VARIABLE):
         return
 
@@ -131,6 +125,15 @@ def install_deaths() -> None:
 
         setattr(RedisBackend, name, patched)
 
+    run = Execution.run
+
+    def run_then_die(self: Execution) -> Any:
+        value = run(self)
+        die_once("before_dispatch", self.id)
+        return value
+
+    # The end is recorded by then; Celery has done nothing about it.
+    Execution.run = run_then_die  # type: ignore[method-assign]
     # Continuations are sent by then; the result is not stored.
     before("mark_as_done", "before_store", str)
     # The result is stored; the chord does not count it yet.

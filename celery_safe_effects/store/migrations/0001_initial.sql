@@ -112,6 +112,7 @@ CREATE TABLE {schema}.operation (
     double_at           timestamptz,
     reconcile_attempts  integer NOT NULL DEFAULT 0,
     next_reconcile_at   timestamptz,
+    asking_until        timestamptz,
     recorded_by         text,
     actor               text,
     reason              text,
