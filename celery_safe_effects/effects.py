@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar, overload
 
 from . import canonical
-from .engine import current
+from .engine import calls, current
 from .engine.failures import Matcher
 from .errors import ConfigurationError, NoActiveJob
 from .values import Operation, Outcome, Verdict, seconds
@@ -208,7 +208,7 @@ class Effect(Generic[P, R]):
                 f"effect {self.name!r} was called outside a job, and nothing was done: run its task with delay(), "
                 "apply_async() or apply(), not as a function; in a thread of the job's, use contextvars.copy_context()"
             )
-        return job.call(self, step, keyed, args, dict(kwargs))
+        return calls.call(job, self, step, keyed, args, dict(kwargs))
 
 
 def _step_name(effect_name: str, name: str) -> None:

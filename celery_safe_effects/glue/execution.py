@@ -14,9 +14,11 @@ from celery.worker import state as worker_state
 from kombu.exceptions import EncodeError
 
 from .. import canonical, signals
-from ..engine import current, failures, process
-from ..engine.job import STORE_ERRORS, ActiveJob, classify, intent_options, outcome_of
+from ..engine import current, failures, outcomes, process
+from ..engine.calls import intent_options
+from ..engine.job import ActiveJob
 from ..engine.lease import clock
+from ..engine.outcomes import classify, outcome_of
 from ..errors import (
     Deferred,
     EffectResultInvalid,
@@ -29,7 +31,7 @@ from ..errors import (
 )
 from ..states import TERMINAL, JobStatus
 from ..states import OperationStatus as Op
-from ..store.hot import RETRYABLE, Lease, Row
+from ..store.hot import RETRYABLE, STORE_ERRORS, Lease, Row
 from ..values import Operation, Outcome
 from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest
 
@@ -425,8 +427,8 @@ class Execution:
         )
         if not job.held.trusted() or (expires is not None and clock() >= expires):
             not_called = {"not_called": "its time was over"}
-            job.record_outcome("OUTCOME", key, nonce, Op.NOT_HAPPENED, None, None, None, not_called)
-            raise job._lost()
+            outcomes.record(job, "OUTCOME", key, nonce, Op.NOT_HAPPENED, evidence=not_called)
+            raise job.lost()
         value: Any = None
         raised: BaseException | None = None
         try:
@@ -440,7 +442,7 @@ class Execution:
             error = None if invalid is None else {"text": f"task {self.task.name!r} {invalid}"}
             if error is not None:
                 self._pend(job, "failed", "result_not_json", error, 0.0)
-            job.record_outcome("OUTCOME", key, nonce, Op.OUTCOME_CONFIRMED, ref, result, error)
+            outcomes.record(job, "OUTCOME", key, nonce, Op.OUTCOME_CONFIRMED, ref, result, error)
             if error is not None:
                 raise EffectResultInvalid(error["text"])
             self._settles(job.fence)
@@ -470,7 +472,7 @@ class Execution:
                 self._pend(job, "failed", "max_attempts", error, 0.0)
         elif status == Op.REFUSED:
             self._pend(job, "failed", "refused", error, 0.0)
-        job.record_outcome("OUTCOME", key, nonce, status, None, None, error)
+        outcomes.record(job, "OUTCOME", key, nonce, status, None, None, error)
         if status == Op.UNKNOWN:
             return self._conclude(job, self._unknown(key, error["text"]))
         if status == Op.NOT_HAPPENED and again:
@@ -531,7 +533,7 @@ class Execution:
             **self._outgoing(outgoing, status == "queued"),
         )
         if not rows:
-            raise job._lost()
+            raise job.lost()
         return bool(rows[0].again)
 
     # -- conclude ------------------------------------------------------------------------------------------------------
@@ -603,7 +605,7 @@ class Execution:
             and found[0].status in {s.value for s in TERMINAL}
         ):
             return found
-        raise job._lost()
+        raise job.lost()
 
     def _settles(self, fence: int) -> None:
         """Celery is about to be told of an end; when it has been, the row says so."""

@@ -32,7 +32,8 @@ WRONG_SCHEMA = (
     psycopg.errors.InvalidSchemaName,
 )
 RETRYABLE = (psycopg.OperationalError, psycopg.InterfaceError, StoreUnavailable)
-
+STORE_ERRORS = (StoreUnavailable, SchemaMismatch, psycopg.Error)
+"""What a statement may raise."""
 
 NOT_HERE = ("25006",)
 """Read-only: a standby, or a primary on its way out."""

@@ -61,9 +61,7 @@ class Protocol:
     def claim(self, job_id: str, ttl: float = 30.0) -> Claimed | None:
         """Claim and start a job; ``None`` if that was refused."""
         token = uuid4()
-        row = self.store.row(
-            "CLAIM", id=job_id, token=token, owner=self.owner, ttl=ttl, generation=0, digest="digest"
-        )
+        row = self.store.row("CLAIM", id=job_id, token=token, owner=self.owner, ttl=ttl, generation=0, digest="digest")
         if row is None or row.lease_token != token:
             return None
         return Claimed(Lease(job_id, token, row.fence, self.owner), row)
@@ -89,9 +87,7 @@ class Protocol:
             "detached": False,
             "deadline_is_proof": False,
         }
-        live, row = self.store.intent(
-            claimed.lease, Intent(**{**values, **changed}), nonce, "process", lambda: False
-        )
+        live, row = self.store.intent(claimed.lease, Intent(**{**values, **changed}), nonce, "process", lambda: False)
         return nonce if live and row is not None else None
 
     def outcome(

@@ -10,7 +10,7 @@ from celery import Celery
 
 from celery_safe_effects import NoActiveJob, Operation, Outcome, SafeEffects, SafeTask, effect
 from celery_safe_effects.effects import Effect, registered
-from celery_safe_effects.engine.job import classify, outcome_of
+from celery_safe_effects.engine.outcomes import classify, outcome_of
 from celery_safe_effects.errors import ConfigurationError
 from celery_safe_effects.states import OperationStatus
 
