@@ -13,6 +13,7 @@ from . import canonical, signals
 from .config import Config, from_conf
 from .effects import Effect, all_effects, registered
 from .engine import failures, process
+from .engine.admission import Admission, StoredLimits
 from .engine.job import Hooks
 from .engine.lease import LeaseKeeper
 from .engine.prune import Pruned, Pruner
@@ -24,6 +25,7 @@ from .glue.announce import Announcer
 from .glue.publish import Publisher
 from .glue.task import SafeTask
 from .glue.teller import Teller
+from .limits import Limits
 from .store import migrate
 from .store.hot import Lease, Store
 from .values import Happened, JobRow, NotHappened, OperationRow, Refused, TransitionRow
@@ -47,6 +49,7 @@ class SafeEffects:
         self._app: Any = None
         self._config: Config | None = None
         self._store: Store | None = None
+        self._admission: Admission | None = None
         self._keeper: LeaseKeeper | None = None
         self._kept: list[Any] = []
         self.timer: Any = None
@@ -152,6 +155,14 @@ class SafeEffects:
         return self._store
 
     @property
+    def admission(self) -> Admission:
+        """The door: limits, and why they refuse."""
+        if self._admission is None:
+            defaults = {"max_attempts": self.config.max_attempts, "max_age": self.config.max_age}
+            self._admission = Admission(self.store, self.config.limits, defaults)
+        return self._admission
+
+    @property
     def keeper(self) -> LeaseKeeper:
         """The leases of this process."""
         if self._keeper is None:
@@ -168,6 +179,7 @@ class SafeEffects:
             on_parked=self._on_parked,
             on_moved=self.announce,
             settle_tries=self.SETTLE_TRIES,
+            limits=self.admission.given(),
         )
 
     @property
@@ -285,6 +297,33 @@ class SafeEffects:
         """
         found: dict[str, Any] = self.store.rows("VIEW_OVERVIEW")[0]._asdict()
         return found
+
+    def set_limits(
+        self, limits: Limits | None, *, tenant: str | None = None, task: str | None = None, actor: str = "set_limits"
+    ) -> None:
+        """Store limits in the database: for every process, from the next enqueue and claim on, before the settings'.
+
+        Jobs that run keep running; those that wait for a slot are woken by the next sweep.
+
+        Arguments:
+            limits: the limits of the scope, instead of those stored for it before; ``None`` removes them. Entries of
+                ``pool_running`` and ``tenants`` are stored for their pool and tenant.
+            tenant: only for this tenant.
+            task: only for this task: ``max_attempts``, ``max_age`` and ``max_operations``.
+            actor: who; shown beside the stored limits.
+
+        Raises:
+            ConfigurationError: for limits that mean nothing in that scope; nothing was stored.
+        """
+        self.admission.store_limits(limits, tenant=tenant, task=task, actor=f"operator:{actor}")
+
+    def stored_limits(self) -> list[StoredLimits]:
+        """What :meth:`set_limits` has stored.
+
+        Returns:
+            one entry a scope: ``*``, ``tenant:<name>``, ``task:<name>`` or ``pool:<name>``.
+        """
+        return self.admission.stored()
 
     def prune(self) -> Pruned:
         """Delete finished jobs past their retention now, in this process."""

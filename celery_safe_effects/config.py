@@ -121,20 +121,10 @@ def _prepare(key: str, value: Any) -> str:
 
 
 def _limits(key: str, value: Any) -> Limits:
-    if isinstance(value, Mapping):
-        try:
-            value = Limits(**value)
-        except (TypeError, ValueError, ConfigurationError) as exc:
-            raise ConfigurationError(f"{key}: {str(exc).replace('Limits.__init__() ', '')}") from None
-    if not isinstance(value, Limits):
-        raise ConfigurationError(f"{key} must be Limits(...) or a mapping of its arguments, not {value!r}")
-    if value != Limits():
-        # A limit that is taken and not kept would be worse than none.
-        raise ConfigurationError(
-            f"{key}: this version does not enforce limits; use safe_effects_max_attempts and safe_effects_max_age, or "
-            "the task options of the same names, and leave this key out"
-        )
-    return value
+    try:
+        return Limits.of(value)
+    except ConfigurationError as exc:
+        raise ConfigurationError(f"{key}: {exc.message}") from None
 
 
 def _retention(key: str, value: Any) -> Retention:

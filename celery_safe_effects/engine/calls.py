@@ -27,6 +27,7 @@ from ..store.enlist import enlist
 from ..store.hot import STORE_ERRORS, Intent, Row
 from ..values import Operation, Outcome
 from . import deadline, failures, outcomes, process
+from .admission import too_many_operations
 from .lease import clock
 from .outcomes import classify, outcome_of
 
@@ -188,7 +189,12 @@ class Call:
             if row is not None and ours and row.status == "running" and (row.cancelled or row.dying):
                 raise job.cancelled(row.cancelled)
             raise job.lost()
-        record = job.insist("OPERATION", until=job.held.trusted, key=intent.key)[0]
+        records = job.insist("OPERATION", until=job.held.trusted, key=intent.key)
+        if not records:
+            job.unrecorded.discard(self.nonce)
+            full = job.insist("JOB", until=job.held.trusted, id=job.id)[0]
+            raise too_many_operations(job.id, full.max_operations, full.operations)
+        record = records[0]
         if record.nonce == self.nonce:
             return job.insist("INTENT_OF", until=job.held.trusted, key=intent.key)[0]
         job.unrecorded.discard(self.nonce)

@@ -31,6 +31,7 @@ class Swept:
     ended: int = 0
     published: int = 0
     gone: int = 0
+    woken: int = 0
     jobs: list[str] = field(default_factory=list)
 
 
@@ -43,6 +44,7 @@ class Sweeper:
         on_parked: told of each job that the sweep parked.
         on_moved: told of who moved which jobs.
         settle_tries: deliveries of an end that Celery was not told, before giving up.
+        limits: the settings' limits, as the statements take them.
     """
 
     BATCH = 500
@@ -56,6 +58,7 @@ class Sweeper:
         on_parked: Callable[[Row], None],
         on_moved: Callable[..., None],
         settle_tries: int,
+        limits: str,
     ) -> None:
         self.store = store
         self.config = config
@@ -63,6 +66,7 @@ class Sweeper:
         self.on_parked = on_parked
         self.on_moved = on_moved
         self.settle_tries = settle_tries
+        self.limits = limits
 
     def run(self, by: str) -> Swept:
         """Sweep everything that is due now.
@@ -96,6 +100,8 @@ class Sweeper:
             if len(rows) < self.BATCH:
                 break
         swept.gone = self.observe_gone()
+        self.store.rows("REAP_RESERVATIONS", limit=self.BATCH)
+        swept.woken = sum(row.woken for row in self.store.rows("WAKE_FREE", limits=self.limits))
         swept.published = self.publish()
         self.store.row("MAINTENANCE_END", name="sweep")
         return swept

@@ -15,6 +15,7 @@ from kombu.exceptions import EncodeError
 
 from .. import canonical, signals
 from ..engine import current, failures, outcomes, process
+from ..engine.admission import OPERATIONS_LIMIT
 from ..engine.calls import intent_options
 from ..engine.job import ActiveJob
 from ..engine.lease import clock
@@ -157,6 +158,8 @@ class Execution:
             current.end(scope)
             self.safe.keeper.drop(held)
             self.safe.announce(self.owner, self.id)
+            if row.slots:
+                self.safe.publisher.deliver_woken(row.slots)
 
     def _insist(self, statement: str, /, **params: Any) -> list[Row]:
         try:
@@ -177,6 +180,7 @@ class Execution:
             "ttl": self._ttl(),
             "generation": self.mark.generation if self.mark is not None else 0,
             "digest": digest,
+            "limits": self.safe.admission.running({"max_operations": self.task.max_operations}),
         }
         statement = "CLAIM"
         if self.whole_body:
@@ -276,6 +280,10 @@ class Execution:
                 self._insist("SWEEP_DYING", id=self.id, limit=1, actor=self.owner)
                 self.safe.publisher.deliver_now(self.id)
                 raise Ignore
+            if row.waiting_for is not None:
+                logger.info("job %s waits: %s", self.id, row.reason)
+                self.safe.count("deferrals", row.reason or "")
+                raise Ignore(f"job {self.id} waits for {row.waiting_for}")
             if (row.wait_s or 0) > 0:
                 self.safe.publisher.soon(self.id)
                 self._stale("early")
@@ -369,7 +377,8 @@ class Execution:
                 return _Conclusion("queued", "stopped", refund=1, tell=exc)
             delay = min(MAX_BACKOFF, BACKOFF * 2 ** min(job.attempt - 1, 16))
             return _Conclusion("again", "stopped", error=failures.to_json(exc), delay=delay, tell=exc, value=exc)
-        return _Conclusion("failed", "error", error=failures.to_json(exc), tell=exc)
+        reason = OPERATIONS_LIMIT if getattr(exc, "reason", None) == OPERATIONS_LIMIT else "error"
+        return _Conclusion("failed", reason, error=failures.to_json(exc), tell=exc)
 
     def _retry(self, job: ActiveJob, exc: Retry) -> _Conclusion:
         delay = exc.when if isinstance(exc.when, (int, float)) else 0.0

@@ -19,7 +19,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.exceptions import EncodeError
 from kombu.exceptions import OperationalError as BrokerError
 
-from .. import canonical
+from .. import canonical, signals
 from ..engine import current
 from ..engine.job import ActiveJob
 from ..engine.lease import clock
@@ -204,13 +204,17 @@ class Publisher:
             # A retry, or a replacement: written when the body has unwound, with the end of this run.
             job.outgoing = envelope
             return None
-        if transaction is not None:
-            enlisted = enlist(transaction)
-            self.accept(envelope, ours, parent=job, enlisted=enlisted)
+        enlisted = enlist(transaction) if transaction is not None else None
+        try:
+            seq, publish, digest = self.accept(envelope, ours, parent=job, enlisted=enlisted, admitted=_continues(job))
+        except AdmissionRejected as exc:
+            self.safe.count("admission_refusals", exc.reason)
+            signals.admission_rejected.send(sender=name, error=exc)
+            raise
+        if enlisted is not None:
             # The row says who is due; rolled back, with a savepoint or as a whole, it says nothing.
             enlisted.after_commit(functools.partial(self.deliver_now, envelope.id))
             return None
-        seq, publish, digest = self.accept(envelope, ours, parent=job)
         mark = Mark(seq, 0, digest, self._tenant(ours, name))
         if not publish:
             return None
@@ -260,6 +264,7 @@ class Publisher:
         limit: int | None = None,
         enlisted: Enlisted | None = None,
         tries: int = ACCEPT_TRIES,
+        admitted: bool = False,
     ) -> tuple[int, bool, str]:
         """Make a job's row durable.
 
@@ -267,8 +272,11 @@ class Publisher:
             its sequence number, whether its message goes out now (a later ETA waits in PostgreSQL), and its digest.
 
         Raises:
-            PayloadInvalid, PayloadTooLarge, IdempotencyConflict, StoreUnavailable: nothing was written.
+            PayloadInvalid, AdmissionRejected, IdempotencyConflict, StoreUnavailable: nothing was written.
             AcceptanceUnknown: the database did not say.
+
+        Arguments:
+            admitted: whether it is work that was accepted before, which no limit refuses.
         """
         config = self.safe.config
         _check_options(ours)
@@ -300,10 +308,16 @@ class Publisher:
             "digest": digest,
             "parent": parent.id if parent is not None else envelope.headers.get("parent_id"),
             "retries": int(envelope.headers.get("retries") or 0),
-            "max_attempts": _max_attempts(ours, task, config.max_attempts),
             "eta": _time(self.app, envelope.headers.get("eta")),
             "expires": _time(self.app, envelope.headers.get("expires")),
-            "max_age": float(seconds(ours.get("max_age") or getattr(task, "max_age", None)) or config.max_age),
+            "limits": self.safe.admission.given(
+                {
+                    "max_attempts": _max_attempts(ours, task, self.safe.admission.common["max_attempts"]),
+                    "max_age": seconds(ours.get("max_age") or getattr(task, "max_age", None)),
+                },
+            ),
+            "admitted": admitted,
+            "enlisted": enlisted is not None,
             "envelope": data,
             "settle": envelope.needs_settling,
             "actor": actor,
@@ -315,7 +329,7 @@ class Publisher:
         if row is not None:
             self.safe.announce(actor, envelope.id)
             return row.seq, row.publish, digest
-        raise self._existing(params, enlisted)
+        raise self._not_accepted(params, enlisted)
 
     def adopt(
         self,
@@ -339,6 +353,7 @@ class Publisher:
                     ours or {},
                     actor=owner,
                     limit=sys.maxsize,
+                    admitted=True,
                     tries=1 if patience == 0 else ACCEPT_TRIES,
                 )
             except _AlreadyAccepted:
@@ -410,20 +425,26 @@ class Publisher:
     def _insert_enlisted(self, enlisted: Enlisted, params: dict[str, Any]) -> Any:
         try:
             rows = self.safe.store.enlisted_rows(enlisted, "ACCEPT", **params)
+            if not rows and self._holder(params, enlisted) is None and self.safe.admission.reserve(params):
+                rows = self.safe.store.enlisted_rows(enlisted, "ACCEPT_RESERVED", **params)
         except psycopg.errors.LockNotAvailable as exc:
             raise _key_busy(params) from exc
         except psycopg.DataError as exc:
             raise PayloadInvalid(f"the job cannot be stored: {str(exc).strip()}; nothing was enqueued") from exc
         return rows[0] if rows else None
 
-    def _existing(self, params: dict[str, Any], enlisted: Enlisted | None) -> Exception:
+    def _holder(self, params: dict[str, Any], enlisted: Enlisted | None) -> Any:
         keys = {name: params[name] for name in ("id", "tenant", "key")}
         if enlisted is None:
-            holder = self.safe.store.row("HOLDER", **keys)
-        else:
-            holder = next(iter(self.safe.store.enlisted_rows(enlisted, "HOLDER", **keys)), None)
+            return self.safe.store.row("HOLDER", **keys)
+        return next(iter(self.safe.store.enlisted_rows(enlisted, "HOLDER", **keys)), None)
+
+    def _not_accepted(self, params: dict[str, Any], enlisted: Enlisted | None) -> Exception:
+        """Why the accepting statement took nothing: a job holds the id or the key, or a limit is reached."""
+        holder = self._holder(params, enlisted)
         if holder is None:
-            return StoreUnavailable("the key is being taken or released at this very moment; try again")
+            refused = None if params["admitted"] else self.safe.admission.refusal(params)
+            return refused or StoreUnavailable("the key is being taken or released at this very moment; try again")
         if holder.task != params["task"] or holder.args_digest != params["digest"]:
             what = f"idempotency key {params['key']!r}" if params["key"] and holder.id != params["id"] else "task id"
             return IdempotencyConflict(
@@ -489,6 +510,16 @@ class Publisher:
         with self.app.producer_pool.acquire(block=True) as producer:
             self.send_as_is(producer, envelope.task, message, **envelope.options)
 
+    def deliver_woken(self, slots: list[str]) -> None:
+        """Publish who was woken for slots that have just become free; the sweep would, too, a little later."""
+        try:
+            woken = [row.id for row in self.safe.store.rows("WOKEN", scopes=slots)]
+        except (StoreUnavailable, psycopg.Error):
+            logger.warning("publishing who waits for %s is left to the sweeper", ", ".join(slots), exc_info=True)
+            return
+        if woken:
+            self.deliver_now(*woken)
+
     def deliver_now(self, *job_ids: str) -> int:
         """Publish what is due of these jobs, a little ahead of its time if need be."""
         config = self.safe.config
@@ -524,6 +555,14 @@ def _derive_canvas_ids() -> None:
 
     uuid._safe_effects = True  # type: ignore[attr-defined]
     canvas.uuid = uuid
+
+
+def _continues(job: ActiveJob | None) -> bool:
+    """Whether Celery sends this after a job's end: the continuation of work that was accepted with it."""
+    sender = current_task
+    if job is not None or not isinstance(sender and sender._get_current_object(), SafeTask):
+        return False
+    return bool(sender.request.id and not sender.request.called_directly)
 
 
 def _key_busy(params: dict[str, Any]) -> AdmissionRejected:

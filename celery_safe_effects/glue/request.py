@@ -184,6 +184,8 @@ class SafeRequest(Request):
         for row in rows:
             if row.status == JobStatus.UNKNOWN:
                 safe.teller.unknown(self.task, self.id, self._context, reason)
+            if row.slots:
+                safe.publisher.deliver_woken(row.slots)
         self._done()
 
     def _done(self) -> None:

@@ -75,8 +75,6 @@ class SafeTask(Task):
                     f"task {cls.name!r}: effect_options describe a whole body that is one side effect; with effects= "
                     "give the options to effect() itself"
                 )
-        if cls.max_operations is not None:
-            raise ConfigurationError(f"task {cls.name!r}: this version does not enforce max_operations; leave it out")
         # STARTED and a user's before_start come after the claim: a stale delivery must write and run nothing.
         if cls.track_started:
             cls._store_started = True
@@ -216,9 +214,10 @@ class SafeTask(Task):
             value = getattr(cls, option)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
                 raise ConfigurationError(f"task {cls.name!r}: {option} must be seconds greater than 0, not {value!r}")
-        value = cls.max_attempts
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigurationError(f"task {cls.name!r}: max_attempts must be at least 1, not {value!r}")
+        for option in ("max_attempts", "max_operations"):
+            value = getattr(cls, option)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigurationError(f"task {cls.name!r}: {option} must be at least 1, not {value!r}")
         for option in ("tenant", "pool"):
             text = getattr(cls, option)
             if text is not None and not canonical.is_text(text):

@@ -15,7 +15,8 @@ JOB_FACTS: Final = """
     coalesce(j.publishes > 0 OR j.next_publish_at <= clock_timestamp(), false) AS settle_due,
     j.cancel_requested_at IS NOT NULL AS cancelled, j.outcome_ref,
     j.result::text AS result, j.error::text AS error, j.settled_at IS NOT NULL AS settled, j.settle, j.held,
-    j.open_ops + j.unknown_ops AS unresolved, j.passed,
+    j.open_ops + j.unknown_ops AS unresolved, j.passed, j.waiting_for, j.slots,
+    j.operations, j.max_operations,
     coalesce(LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp(), false) AS dying,
     extract(epoch FROM j.run_after - clock_timestamp())::float8 AS wait_s"""
 
@@ -27,21 +28,87 @@ OPERATION_FACTS: Final = """
 SCHEMA_VERSION: Final = "SELECT max(version) FROM {s}.schema_version"
 
 # 1: one row per tenant and idempotency key, and per id; a tombstone counts as a row. Durable before it is visible.
-ACCEPT: Final = """
+_ACCEPT: Final = """
 INSERT INTO {s}.job AS j (id, task, tenant, pool, queue, idempotency_key, args_digest, parent_id, retries,
     max_attempts, eta, run_after, expires_at, gives_up_at, envelope, settle, created_by, next_publish_at)
 SELECT %(id)s, %(task)s, %(tenant)s, %(pool)s, %(queue)s, %(key)s, %(digest)s, %(parent)s, %(retries)s,
-    %(max_attempts)s, %(eta)s::timestamptz, %(eta)s::timestamptz, %(expires)s::timestamptz,
-    clock_timestamp() + %(max_age)s::float8 * interval '1 second', %(envelope)s, %(settle)s, %(actor)s,
+    (l.given ->> 'max_attempts')::integer, %(eta)s::timestamptz, %(eta)s::timestamptz, %(expires)s::timestamptz,
+    clock_timestamp() + (l.given ->> 'max_age')::float8 * interval '1 second', %(envelope)s, %(settle)s, %(actor)s,
     CASE WHEN %(eta)s::timestamptz > clock_timestamp() + %(lead)s::float8 * interval '1 second'
          THEN %(eta)s::timestamptz
          ELSE clock_timestamp() + %(republish)s::float8 * interval '1 second' END
+  FROM (SELECT {s}.limits_for(%(tenant)s, %(task)s, NULL, %(limits)s::jsonb) AS given) l
  WHERE set_config('lock_timeout', '2s', true) IS NOT NULL  -- a key in another's open transaction: refuse, do not hang
    AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.id = %(id)s)
    AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.tenant = %(tenant)s AND t.idempotency_key = %(key)s)
+   AND CASE WHEN {admitted} OR l.given ->> 'tenant_queued' IS NULL THEN true
+            WHEN %(enlisted)s THEN false  -- its lock would be held as long as the caller's transaction: see RESERVE
+            ELSE {s}.queue_room(%(tenant)s, (l.given ->> 'tenant_queued')::integer) > 0 END
 ON CONFLICT DO NOTHING
 RETURNING j.seq, coalesce(j.eta <= clock_timestamp() + %(lead)s::float8 * interval '1 second', true) AS publish
 """
+ACCEPT: Final = _ACCEPT.replace("{admitted}", "%(admitted)s")
+
+# 10: a place in the tenant's queue for a job that a caller's transaction will insert: committed before, on its own.
+RESERVE: Final = """
+INSERT INTO {s}.reservation (job_id, tenant, lapses_at)
+SELECT %(id)s, %(tenant)s, clock_timestamp() + %(lapse)s::float8 * interval '1 second'
+  FROM (SELECT ({s}.limits_for(%(tenant)s, %(task)s, NULL, %(limits)s::jsonb) ->> 'tenant_queued')::integer AS most) l
+ WHERE l.most IS NULL OR {s}.queue_room(%(tenant)s, l.most) > 0
+ON CONFLICT (job_id) DO UPDATE SET lapses_at = excluded.lapses_at
+RETURNING job_id, {async} AS a
+"""
+ACCEPT_RESERVED: Final = """
+WITH kept AS (DELETE FROM {s}.reservation r WHERE r.job_id = %(id)s RETURNING r.job_id)
+""" + _ACCEPT.replace("{admitted}", "EXISTS (SELECT FROM kept)")
+# Nobody came for these.
+REAP_RESERVATIONS: Final = """
+DELETE FROM {s}.reservation WHERE job_id IN (
+    SELECT r.job_id FROM {s}.reservation r WHERE r.lapses_at <= clock_timestamp()
+     LIMIT %(limit)s FOR UPDATE SKIP LOCKED)
+RETURNING job_id, {async} AS a
+"""
+
+# Why ACCEPT took nothing: the limit, and what stands against it.
+QUEUED: Final = """
+SELECT ({s}.limits_for(%(tenant)s, %(task)s, NULL, %(limits)s::jsonb) ->> 'tenant_queued')::integer AS most,
+       (SELECT count(*) FROM {s}.job j WHERE j.tenant = %(tenant)s AND j.status = 'queued')
+       + (SELECT count(*) FROM {s}.reservation r WHERE r.tenant = %(tenant)s) AS taken
+"""
+
+# 10: slots that are free and jobs that wait for them, after a limit was changed or a wake-up was lost. In the order in
+# which claims lock: tenants, then pools.
+WAKE_FREE: Final = """
+WITH RECURSIVE scope (name) AS (
+    (SELECT j.waiting_for FROM {s}.job j WHERE j.waiting_for >= 'slot/' AND j.waiting_for < 'slot0'
+      ORDER BY j.waiting_for DESC LIMIT 1)
+    UNION ALL
+    SELECT (SELECT j.waiting_for FROM {s}.job j WHERE j.waiting_for >= 'slot/' AND j.waiting_for < s.name
+             ORDER BY j.waiting_for DESC LIMIT 1)
+      FROM scope s WHERE s.name IS NOT NULL
+)
+SELECT s.name, {s}.wake_free(s.name, %(limits)s::jsonb) AS woken FROM scope s WHERE s.name IS NOT NULL
+"""
+# Who was woken by the end of a run just now.
+WOKEN: Final = """
+SELECT j.id FROM {s}.job j
+ WHERE j.waiting_for = ANY (%(scopes)s) AND j.woken_at > clock_timestamp() - interval '10 seconds'
+   AND j.status = 'queued' AND j.publishes = 0 LIMIT 100
+"""
+
+# All scopes of one call, together; a scope without limits is removed.
+SET_LIMITS: Final = """
+WITH given AS (SELECT * FROM unnest(%(scopes)s::text[], %(values)s::text[]) AS g (scope, value)),
+removed AS (
+    DELETE FROM {s}.limits l WHERE %(all)s OR l.scope IN (SELECT g.scope FROM given g WHERE g.value IS NULL)
+)
+INSERT INTO {s}.limits AS l (scope, value, updated_by)
+SELECT g.scope, g.value::jsonb, %(actor)s FROM given g WHERE g.value IS NOT NULL
+ON CONFLICT (scope) DO UPDATE
+   SET value = excluded.value, updated_at = clock_timestamp(), updated_by = excluded.updated_by
+RETURNING scope
+"""
+LIMITS: Final = "SELECT scope, value::text AS value, updated_at, updated_by FROM {s}.limits ORDER BY scope"
 
 # Who holds the id or the key that ACCEPT did not get.
 HOLDER: Final = """
@@ -60,7 +127,8 @@ UPDATE {s}.job SET next_publish_at = greatest(clock_timestamp(), run_after), pub
 """
 
 # 2: a claim takes a new random token and a higher fence, only of a queued row, only on the database's clock; claim and
-# start are two log rows (the trigger's). May be lost by a crash: no later statement then matches.
+# start are two log rows (the trigger's). May be lost by a crash: no later statement then matches. 10: the trigger also
+# decides about limits, under the row's lock; a claim that finds no free slot gives the row back as queued.
 _CLAIM: Final = (
     """
 WITH c AS (
@@ -69,6 +137,7 @@ WITH c AS (
            lease_until = clock_timestamp() + %(ttl)s::float8 * interval '1 second', attempts = j.attempts + 1,
            started_at = coalesce(j.started_at, clock_timestamp()), reason = NULL, actor = %(owner)s
      WHERE j.id = %(id)s AND j.status = 'queued' AND j.generation = %(generation)s
+       AND set_config('safe_effects.limits', coalesce(%(limits)s, ''), true) IS NOT NULL  -- what take_slots() goes by
        AND j.args_digest = coalesce(%(digest)s, j.args_digest)
        AND j.cancel_requested_at IS NULL AND j.attempts < j.max_attempts
        AND (j.run_after IS NULL OR j.run_after <= clock_timestamp())
@@ -126,7 +195,7 @@ i AS (
     SELECT """
     + _INTENT_VALUES.replace("%(key)s", "j.id || ':body'", 1)
     + """
-      FROM c j
+      FROM c j WHERE j.status = 'running'
     """
     + _INTENT_AGAIN
     + """
@@ -174,7 +243,7 @@ OPERATION: Final = "SELECT " + OPERATION_FACTS + " FROM {s}.operation o WHERE o.
 _INTENT: Final = (
     """
 WITH j AS MATERIALIZED (
-    SELECT j.id, j.fence{sync} FROM {s}.job j
+    SELECT j.id, j.fence, j.operations, j.max_operations{sync} FROM {s}.job j
      WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
        AND j.lease_until > clock_timestamp() AND j.cancel_requested_at IS NULL
        AND coalesce(LEAST(j.expires_at, j.gives_up_at) > clock_timestamp(), true)
@@ -186,6 +255,8 @@ WITH j AS MATERIALIZED (
     SELECT """
     + _INTENT_VALUES
     + """ FROM j
+     WHERE j.max_operations IS NULL OR j.operations < j.max_operations
+        OR EXISTS (SELECT FROM {s}.operation r WHERE r.key = %(key)s)
     """
     + _INTENT_AGAIN
     + """
@@ -365,7 +436,7 @@ UPDATE {s}.job j"""
     + _GIVEN_UP_SET
     + """
  WHERE j.id = %(id)s AND j.status IN ('leased', 'running') AND starts_with(j.lease_owner, %(owner)s)
-RETURNING j.id, j.task, j.status, j.reason, j.fence
+RETURNING j.id, j.task, j.status, j.reason, j.fence, j.slots
 """
 )
 

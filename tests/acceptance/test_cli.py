@@ -114,7 +114,14 @@ class Shop:
     def claimed(self, ttl: float) -> str:
         """Enqueue a job and claim it for a worker that does nothing."""
         job = self.queued("shop.think", "slowly")
-        claim = {"token": uuid4(), "owner": "worker@here/1/1", "ttl": ttl, "generation": 0, "digest": None}
+        claim = {
+            "token": uuid4(),
+            "owner": "worker@here/1/1",
+            "ttl": ttl,
+            "generation": 0,
+            "digest": None,
+            "limits": None,
+        }
         (row,) = self.safe.store.rows("CLAIM", id=job, **claim)
         assert row.status == JobStatus.RUNNING
         return job

@@ -159,7 +159,15 @@ def test_recovery_when_beat_has_died(
     with psycopg.connect(dsn) as connection:
         # A job whose worker, on another machine, was killed as soon as it had claimed it.
         result = app.tasks["tests.charge"].apply_async(("cus_1", 500), transaction=connection)
-        claim = {"id": result.id, "token": uuid4(), "owner": "b@gone/1/1", "ttl": 0.1, "generation": 0, "digest": None}
+        claim = {
+            "id": result.id,
+            "token": uuid4(),
+            "owner": "b@gone/1/1",
+            "ttl": 0.1,
+            "generation": 0,
+            "digest": None,
+            "limits": None,
+        }
         connection.execute(safe.store.sql["CLAIM"].encode(), claim)
     found = wait_status(sql, result.id, "succeeded", timeout=20)
     assert who_ended_the_lease(sql, result.id) == "a@test/stand-in"
@@ -196,7 +204,14 @@ def test_several_sweeps_at_once_share_the_work(
     dead, due = tasks[: JOBS // 2], tasks[JOBS // 2 :]
     safe: Any = app.safe_effects
     for job_id in dead:
-        claim = {"token": uuid4(), "owner": "gone@test/1/1", "ttl": 0.01, "generation": 0, "digest": None}
+        claim = {
+            "token": uuid4(),
+            "owner": "gone@test/1/1",
+            "ttl": 0.01,
+            "generation": 0,
+            "digest": None,
+            "limits": None,
+        }
         assert safe.store.row("CLAIM", id=job_id, **claim).status == "running"
     broker.purge()
     sql("UPDATE job SET next_publish_at = clock_timestamp() WHERE id = ANY (%s)", due)

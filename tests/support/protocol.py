@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID, uuid4
@@ -44,24 +45,29 @@ class Protocol:
             "digest": "digest",
             "parent": None,
             "retries": 0,
-            "max_attempts": 5,
             "eta": None,
             "expires": None,
-            "max_age": 86400.0,
+            "limits": {},
+            "admitted": False,
+            "enlisted": False,
             "envelope": b"{}",
             "settle": True,
             "actor": "producer",
             "lead": 5.0,
             "republish": 60.0,
         }
-        row = self.store.row("ACCEPT", **{**params, **changed})
+        params |= changed
+        params["limits"] = json.dumps({"max_attempts": 5, "max_age": 86400.0, **params["limits"]})
+        row = self.store.row("ACCEPT", **params)
         assert row is not None
         return str(params["id"])
 
     def claim(self, job_id: str, ttl: float = 30.0) -> Claimed | None:
         """Claim and start a job; ``None`` if that was refused."""
         token = uuid4()
-        row = self.store.row("CLAIM", id=job_id, token=token, owner=self.owner, ttl=ttl, generation=0, digest="digest")
+        row = self.store.row(
+            "CLAIM", id=job_id, token=token, owner=self.owner, ttl=ttl, generation=0, digest="digest", limits=None
+        )
         if row is None or row.lease_token != token:
             return None
         return Claimed(Lease(job_id, token, row.fence, self.owner), row)

@@ -54,7 +54,7 @@ def test_times_may_be_timedeltas() -> None:
         ("schema", "a b"), ("schema", 'x"; DROP TABLE job; --'), ("prepare", "maybe"), ("consume", "yes"),
         ("queue", ""),
         ("limits", 5), ("limits", {"tenant_qued": 1}), ("limits", {"tenant_queued": -1}),
-        ("limits", {"tenant_queued": 5}),
+        ("limits", {"max_attempts": 0}), ("limits", {"tenants": {"a": {"pool_running": {"x": 1}}}}),
         ("retention", {"unknown": 1}),
         ("max_payload", -5), ("heartbeat_interval", 20), ("strict_durability", 1), ("max_connections", 0),
     ],

@@ -31,7 +31,11 @@ CREATE TABLE {schema}.job (
     pending_reason      text,
     held                boolean NOT NULL DEFAULT false,
     passed              integer NOT NULL DEFAULT 0,
-    waiting_for         text,
+    operations          integer NOT NULL DEFAULT 0,
+    max_operations      integer,
+    slots               text[],
+    waiting_for         text COLLATE "C",
+    woken_at            timestamptz,
     eta                 timestamptz,
     run_after           timestamptz,
     expires_at          timestamptz,
@@ -64,11 +68,13 @@ CREATE TABLE {schema}.job (
 
 CREATE UNIQUE INDEX job_idempotency_key ON {schema}.job (tenant, idempotency_key) WHERE idempotency_key IS NOT NULL;
 -- The set of live leases is as small as the workers are many, and a renewal touches no index.
-CREATE INDEX job_live ON {schema}.job (seq) WHERE status IN ('leased', 'running');
+CREATE INDEX job_live ON {schema}.job (tenant, seq) WHERE status IN ('leased', 'running');
+CREATE INDEX job_live_pool ON {schema}.job (pool) WHERE status IN ('leased', 'running') AND pool IS NOT NULL;
+CREATE INDEX job_queued ON {schema}.job (tenant, queue, seq) WHERE status = 'queued';
 CREATE INDEX job_due ON {schema}.job (next_publish_at) WHERE next_publish_at IS NOT NULL;
 CREATE INDEX job_dies ON {schema}.job ((LEAST(expires_at, gives_up_at))) WHERE status = 'queued';
 CREATE INDEX job_parked ON {schema}.job (seq) WHERE status = 'unknown';
-CREATE INDEX job_waiting ON {schema}.job (waiting_for) WHERE waiting_for IS NOT NULL;
+CREATE INDEX job_waiting ON {schema}.job (waiting_for, woken_at, seq) WHERE waiting_for IS NOT NULL;
 CREATE INDEX job_finished ON {schema}.job (finished_at) WHERE finished_at IS NOT NULL;
 
 CREATE TABLE {schema}.operation (
@@ -166,10 +172,19 @@ CREATE TABLE {schema}.counter (
 
 CREATE TABLE {schema}.limits (
     scope      text PRIMARY KEY,
-    value      json NOT NULL,
+    value      jsonb NOT NULL,
     updated_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     updated_by text NOT NULL DEFAULT session_user
 );
+
+-- Places in a tenant's queue that are kept for enqueues inside a caller's transaction. Committed before that transaction
+-- inserts the job, deleted by it: its row lock says that it is still under way, whatever the time.
+CREATE TABLE {schema}.reservation (
+    job_id    text PRIMARY KEY,
+    tenant    text NOT NULL,
+    lapses_at timestamptz NOT NULL
+);
+CREATE INDEX reservation_tenant ON {schema}.reservation (tenant, lapses_at);
 
 CREATE TABLE {schema}.known_task (
     name       text PRIMARY KEY,
@@ -210,6 +225,120 @@ CREATE FUNCTION {schema}.sendable(o {schema}.operation) RETURNS boolean LANGUAGE
     SELECT {schema}.retained(o)
         OR (o.status = 'unknown' AND o.if_unknown = 'send_again' AND o.policy_at IS NOT NULL)
 $$;
+
+-- The limits that apply: stored ones before those that the caller's settings give, and each time the tenant's before
+-- the task's before everybody's.
+CREATE FUNCTION {schema}.limits_for(tenant text, task text, pool text, given jsonb) RETURNS jsonb
+LANGUAGE sql STABLE AS $$
+    SELECT coalesce(given, '{}') || coalesce(given -> 'tenants' -> tenant, '{}')
+        || coalesce(jsonb_build_object('pool', given -> 'pool_running' -> pool), '{}')
+        || coalesce((SELECT l.value FROM {schema}.limits l WHERE l.scope = '*'), '{}')
+        || coalesce((SELECT l.value FROM {schema}.limits l WHERE l.scope = 'task:' || task), '{}')
+        || coalesce((SELECT l.value FROM {schema}.limits l WHERE l.scope = 'tenant:' || tenant), '{}')
+        || coalesce((SELECT l.value FROM {schema}.limits l WHERE l.scope = 'pool:' || pool), '{}')
+$$;
+
+-- One caller at a time counts what a limit limits; whoever waits here sees what the one before has committed, since
+-- each query of a volatile function takes a snapshot of its own.
+CREATE FUNCTION {schema}.lock_scope(scope text) RETURNS void LANGUAGE sql AS $$
+    SELECT pg_advisory_xact_lock('{schema}.job'::regclass::oid::integer, hashtext(scope))
+$$;
+
+-- How many more jobs of a tenant may be queued. Reservations whose transaction never came, or was rolled back, lapse.
+CREATE FUNCTION {schema}.queue_room(of_tenant text, most integer) RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+    taken integer;
+BEGIN
+    PERFORM {schema}.lock_scope('tenant ' || of_tenant);
+    DELETE FROM {schema}.reservation WHERE job_id IN (
+        SELECT r.job_id FROM {schema}.reservation r
+         WHERE r.tenant = of_tenant AND r.lapses_at <= clock_timestamp() FOR UPDATE SKIP LOCKED);
+    SELECT (SELECT count(*) FROM (SELECT FROM {schema}.job j
+                                   WHERE j.tenant = of_tenant AND j.status = 'queued' LIMIT most) q)
+         + (SELECT count(*) FROM {schema}.reservation r WHERE r.tenant = of_tenant) INTO taken;
+    RETURN greatest(most - taken, 0);
+END $$;
+
+-- How many slots of a tenant or a pool are free: live leases hold one each, and so does for a moment a job that was
+-- woken for one, against jobs that came later.
+CREATE FUNCTION {schema}.slots_free(scope text, most integer, for_seq bigint) RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+    taken integer;
+BEGIN
+    PERFORM {schema}.lock_scope(scope);
+    IF starts_with(scope, 'slot/tenant/') THEN
+        SELECT count(*) INTO taken FROM (SELECT FROM {schema}.job j
+            WHERE j.tenant = substr(scope, 13) AND j.status IN ('leased', 'running') LIMIT most) live;
+    ELSE
+        SELECT count(*) INTO taken FROM (SELECT FROM {schema}.job j
+            WHERE j.pool = substr(scope, 11) AND j.status IN ('leased', 'running') LIMIT most) live;
+    END IF;
+    IF taken < most THEN
+        SELECT taken + count(*) INTO taken FROM (SELECT FROM {schema}.job j
+            WHERE j.waiting_for = scope AND j.woken_at > clock_timestamp() - interval '10 seconds'
+              AND j.status = 'queued' AND j.seq < for_seq LIMIT most) woken;
+    END IF;
+    RETURN greatest(most - taken, 0);
+END $$;
+
+-- Wake the jobs that have waited longest for a slot; they are delivered as any job that is due.
+CREATE FUNCTION {schema}.wake(scope text, at_most integer) RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+    woken integer;
+BEGIN
+    UPDATE {schema}.job SET woken_at = clock_timestamp(), next_publish_at = clock_timestamp(), publishes = 0
+     WHERE id IN (SELECT w.id FROM {schema}.job w
+                   WHERE w.waiting_for = scope AND w.woken_at IS NULL AND w.status = 'queued'
+                   ORDER BY w.seq LIMIT at_most FOR NO KEY UPDATE SKIP LOCKED);
+    GET DIAGNOSTICS woken = ROW_COUNT;
+    RETURN woken;
+END $$;
+
+-- Wake as many as there are free slots: for a limit that was raised or removed, and for a wake-up that came to nothing.
+CREATE FUNCTION {schema}.wake_free(scope text, given jsonb) RETURNS integer LANGUAGE plpgsql AS $$
+DECLARE
+    most integer := CASE WHEN starts_with(scope, 'slot/tenant/')
+        THEN ({schema}.limits_for(substr(scope, 13), NULL, NULL, given) ->> 'tenant_running')::integer
+        ELSE ({schema}.limits_for(NULL, NULL, substr(scope, 11), given) ->> 'pool')::integer END;
+BEGIN
+    RETURN {schema}.wake(
+        scope, CASE WHEN most IS NULL THEN 500 ELSE {schema}.slots_free(scope, most, 9223372036854775807) END);
+END $$;
+
+-- May this claim have its slots? If not, the job stays queued, with the reason, until it is woken; that costs nothing.
+CREATE FUNCTION {schema}.take_slots(was {schema}.job, claimed {schema}.job) RETURNS {schema}.job LANGUAGE plpgsql AS $$
+DECLARE
+    given jsonb := nullif(current_setting('safe_effects.limits', true), '')::jsonb;
+    l jsonb;
+    wanted record;
+BEGIN
+    claimed.slots := NULL;
+    claimed.woken_at := NULL;
+    claimed.max_operations := NULL;
+    IF given IS NULL AND NOT EXISTS (SELECT FROM {schema}.limits) THEN
+        RETURN claimed;
+    END IF;
+    l := {schema}.limits_for(claimed.tenant, claimed.task, claimed.pool, given);
+    claimed.max_operations := (l ->> 'max_operations')::integer;
+    FOR wanted IN  -- in the one order in which they are locked: tenant, pool
+        SELECT * FROM (VALUES
+            (1, 'slot/tenant/' || claimed.tenant, (l ->> 'tenant_running')::integer, 'tenant_running_limit'),
+            (2, 'slot/pool/' || claimed.pool, (l ->> 'pool')::integer, 'pool_running_limit')
+        ) AS v (place, scope, most, reason) WHERE v.most IS NOT NULL AND v.scope IS NOT NULL ORDER BY v.place
+    LOOP
+        IF {schema}.slots_free(wanted.scope, wanted.most, claimed.seq) = 0 THEN
+            was.actor := NULL;
+            was.reason := wanted.reason;
+            was.waiting_for := wanted.scope;
+            was.woken_at := NULL;
+            was.next_publish_at := NULL;
+            was.publishes := 0;
+            RETURN was;
+        END IF;
+        claimed.slots := array_append(claimed.slots, wanted.scope);
+    END LOOP;
+    RETURN claimed;
+END $$;
 
 CREATE FUNCTION {schema}.job_before_update() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
@@ -283,6 +412,10 @@ BEGIN
         IF NEW.fence <= OLD.fence OR NEW.lease_token IS NOT DISTINCT FROM OLD.lease_token THEN
             RAISE EXCEPTION 'a claim of job % takes a new token and a higher fence', OLD.id USING ERRCODE = 'SE003';
         END IF;
+        NEW := {schema}.take_slots(OLD, NEW);
+        IF NEW.status = 'queued' THEN
+            RETURN NEW;
+        END IF;
         INSERT INTO {schema}.transition (job_id, from_status, to_status, fence, actor, reason)
         VALUES (NEW.id, 'queued', 'leased', NEW.fence, who, NULL);
         IF NEW.status = 'running' THEN
@@ -336,6 +469,17 @@ CREATE TRIGGER job_lease_over AFTER UPDATE ON {schema}.job FOR EACH ROW
     WHEN (OLD.status IN ('leased', 'running') AND NEW.status NOT IN ('leased', 'running')
           AND (NEW.open_ops > 0 OR NEW.asking_ops > 0))
     EXECUTE FUNCTION {schema}.job_lease_over();
+
+-- A limited slot is free again, whoever freed it: the job that has waited longest for it is due.
+CREATE FUNCTION {schema}.job_frees_slots() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM {schema}.wake(scope, 1) FROM unnest(OLD.slots) AS scope;
+    RETURN NULL;
+END $$;
+
+CREATE TRIGGER job_frees_slots AFTER UPDATE ON {schema}.job FOR EACH ROW
+    WHEN (OLD.status IN ('leased', 'running') AND NEW.status NOT IN ('leased', 'running') AND OLD.slots IS NOT NULL)
+    EXECUTE FUNCTION {schema}.job_frees_slots();
 
 CREATE FUNCTION {schema}.job_after_insert() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -436,8 +580,9 @@ BEGIN
     IF opened > 0 AND j.status <> 'running' THEN
         RAISE EXCEPTION 'job % is %: an intent needs a job that runs', j.id, j.status USING ERRCODE = 'SE001';
     END IF;
+    j.operations := j.operations + (TG_OP = 'INSERT')::int;
     IF NEW.repeatable THEN
-        UPDATE {schema}.job SET asking_ops = j.asking_ops + opened WHERE id = j.id;
+        UPDATE {schema}.job SET asking_ops = j.asking_ops + opened, operations = j.operations WHERE id = j.id;
         RETURN NULL;
     END IF;
     j.open_ops := j.open_ops + opened;
@@ -450,7 +595,8 @@ BEGIN
        OR NOT (j.status = 'unknown'
                OR (j.status = 'running' AND (j.pending_status IS NOT NULL OR body_end IS NOT NULL)))
     THEN
-        UPDATE {schema}.job SET open_ops = j.open_ops, unknown_ops = j.unknown_ops WHERE id = j.id;
+        UPDATE {schema}.job SET open_ops = j.open_ops, unknown_ops = j.unknown_ops, operations = j.operations
+         WHERE id = j.id;
         RETURN NULL;
     END IF;
     next := coalesce(j.pending_status, body_end, 'queued');
@@ -484,8 +630,8 @@ BEGIN
 END $$;
 
 CREATE TRIGGER job_counters_are_derived BEFORE UPDATE ON {schema}.job FOR EACH ROW
-    WHEN (pg_trigger_depth() = 0 AND (OLD.open_ops, OLD.unknown_ops, OLD.asking_ops)
-                                     IS DISTINCT FROM (NEW.open_ops, NEW.unknown_ops, NEW.asking_ops))
+    WHEN (pg_trigger_depth() = 0 AND (OLD.open_ops, OLD.unknown_ops, OLD.asking_ops, OLD.operations)
+                                     IS DISTINCT FROM (NEW.open_ops, NEW.unknown_ops, NEW.asking_ops, NEW.operations))
     EXECUTE FUNCTION {schema}.job_counters_are_derived();
 
 CREATE FUNCTION {schema}.operation_before_delete() RETURNS trigger LANGUAGE plpgsql AS $$

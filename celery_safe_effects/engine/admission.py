@@ -1,0 +1,153 @@
+"""Admission: what is accepted, and which limits apply. The database decides; this module asks it, and says why not.
+
+Limits that are stored with ``set_limits`` go before those of the settings, a tenant's before the task's, the task's
+before everybody's. Exact under any number of callers: the database counts under a lock of the tenant or pool, which is
+never held as long as a caller's transaction is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from .. import canonical
+from ..errors import AdmissionRejected, ConfigurationError
+from ..limits import Limits
+from ..store.hot import Row, Store
+
+LAPSE: Final = 15.0
+"""Seconds until a place in a queue lapses that was kept for a caller's transaction which never used it."""
+RETRY_AFTER: Final = 1.0
+"""Seconds after which a refused caller may ask again; nothing tells when another job will start."""
+TASK_LIMITS: Final = frozenset({"max_attempts", "max_age", "max_operations"})
+
+OPERATIONS_LIMIT: Final = "operations_limit"
+TENANT_QUEUE_LIMIT: Final = "tenant_queue_limit"
+
+
+@dataclass(frozen=True)
+class StoredLimits:
+    """Limits of one scope, as ``set_limits`` stored them.
+
+    Attributes:
+        scope: ``*``, ``tenant:<name>``, ``task:<name>`` or ``pool:<name>``.
+        limits: the limits by name; a pool's is ``pool_running``.
+        updated_at, updated_by: when, and by whom.
+    """
+
+    scope: str
+    limits: dict[str, Any]
+    updated_at: datetime
+    updated_by: str
+
+
+class Admission:
+    """The door of one database.
+
+    Arguments:
+        store: the database.
+        limits: the settings' limits.
+        defaults: what applies where nothing else says anything: ``max_attempts``, ``max_age``.
+    """
+
+    def __init__(self, store: Store, limits: Limits, defaults: Mapping[str, Any]) -> None:
+        self.store = store
+        self.common: dict[str, Any] = {**defaults, **limits.document()}
+        """What applies where neither task nor tenant nor a stored limit says anything."""
+
+    def given(self, *narrower: Mapping[str, Any]) -> str:
+        """The caller's side of the limits, as the statements take it.
+
+        Arguments:
+            narrower: limits of the task, then of the call; absent or ``None`` values say nothing.
+
+        Returns:
+            a JSON document; stored limits and the tenant's own go before it in the database.
+        """
+        found = dict(self.common)
+        for limits in narrower:
+            found.update({name: value for name, value in limits.items() if value is not None})
+        return canonical.encode(found)
+
+    def running(self, narrower: Mapping[str, Any]) -> str | None:
+        """The same for a claim, where only slots and operations matter; ``None`` without any."""
+        found = {name: value for name, value in self.common.items() if name not in ("max_attempts", "max_age")}
+        found.update({name: value for name, value in narrower.items() if value is not None})
+        return canonical.encode(found) if found else None
+
+    def reserve(self, params: Mapping[str, Any]) -> bool:
+        """Keep a place in the tenant's queue for a job that a caller's transaction is about to insert.
+
+        Returns:
+            whether there was one.
+        """
+        names = ("id", "tenant", "task", "limits")
+        return bool(self.store.rows("RESERVE", lapse=LAPSE, **{name: params[name] for name in names}))
+
+    def store_limits(self, limits: Limits | None, *, tenant: str | None, task: str | None, actor: str) -> None:
+        """Store the limits of a scope, or remove them.
+
+        Raises:
+            ConfigurationError: for limits that mean nothing in that scope; nothing was stored.
+        """
+        if limits is not None and not isinstance(limits, Limits):
+            raise ConfigurationError(f"set_limits takes Limits(...) or None, not {limits!r}; nothing was stored")
+        for what, name in (("tenant", tenant), ("task", task)):
+            if name is not None and not canonical.is_text(name):
+                raise ConfigurationError(f"{what} must be a non-empty string, not {name!r}; nothing was stored")
+        if tenant is not None and task is not None:
+            raise ConfigurationError("set_limits takes a tenant or a task, not both; nothing was stored")
+        scope = f"tenant:{tenant}" if tenant is not None else f"task:{task}" if task is not None else "*"
+        found = {} if limits is None else limits.document()
+        tenants, pools = found.pop("tenants", {}), found.pop("pool_running", {})
+        if scope != "*" and (tenants or pools):
+            raise ConfigurationError(f"limits of {scope} cannot hold tenants or pools of their own; nothing was stored")
+        if task is not None and not set(found) <= TASK_LIMITS:
+            raise ConfigurationError(
+                f"limits of a task are {', '.join(sorted(TASK_LIMITS))}, not {', '.join(sorted(found))}; nothing was "
+                "stored"
+            )
+        scopes = {scope: found or None}
+        scopes |= {f"tenant:{name}": value or None for name, value in tenants.items()}
+        # "pool" is what limits_for() calls the limit of the pool at hand.
+        scopes |= {f"pool:{name}": {"pool": value} for name, value in pools.items()}
+        names = list(scopes)
+        values = [None if value is None else canonical.encode(value) for value in scopes.values()]
+        self.store.rows("SET_LIMITS", scopes=names, values=values, actor=actor, all=scope == "*" and limits is None)
+
+    def stored(self) -> list[StoredLimits]:
+        """What is stored, by scope."""
+        found = []
+        for row in self.store.rows("LIMITS"):
+            value = canonical.decode(row.value)
+            if row.scope.startswith("pool:"):
+                value = {"pool_running": value["pool"]}
+            found.append(StoredLimits(row.scope, value, row.updated_at, row.updated_by))
+        return found
+
+    def refusal(self, params: Mapping[str, Any]) -> AdmissionRejected | None:
+        """Why the accepting statement took nothing, if a limit is the reason."""
+        row: Row = self.store.rows("QUEUED", **{name: params[name] for name in ("tenant", "task", "limits")})[0]
+        if row.most is None:
+            return None
+        return AdmissionRejected(
+            f"tenant {params['tenant']!r} has {row.taken} jobs queued, and may have {row.most}; nothing was enqueued: "
+            "try again when some have started, or raise the limit with set_limits",
+            reason=TENANT_QUEUE_LIMIT,
+            limit=row.most,
+            current=row.taken,
+            retry_after=RETRY_AFTER,
+        )
+
+
+def too_many_operations(job_id: str, limit: int, current: int) -> AdmissionRejected:
+    """The error of an effect that its job has no operation left for."""
+    return AdmissionRejected(
+        f"job {job_id} has recorded {current} operations, and may have {limit} (max_operations); nothing was recorded "
+        "or called",
+        reason=OPERATIONS_LIMIT,
+        limit=limit,
+        current=current,
+    )
