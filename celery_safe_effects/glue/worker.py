@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from celery import bootsteps
 
 from ..errors import SafeEffectsError, StoreUnavailable
+from . import compat
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -45,12 +46,13 @@ def make_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
 
 
 def prepare(safe: SafeEffects, app: Any) -> None:
-    """Before a worker starts: settings, schema, task names, our queue.
+    """Before a worker starts: Celery itself, settings, schema, task names, our queue.
 
     Raises:
         SystemExit: when safety cannot be had, with the words that say how to mend it.
     """
     try:
+        compat.check()
         config = safe.config
         safe.check_declarations()
         safe.store.check_schema()
