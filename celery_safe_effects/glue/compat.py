@@ -37,6 +37,7 @@ RELIED_UPON: Final = (
     Reliance("celery.app.amqp:AMQP", "send_task_message", "publish: what everything that is sent passes"),
     Reliance("celery.app.amqp:Queues", "select_add", "worker: our queue is consumed, also with -Q"),
     Reliance("celery.canvas", "uuid", "publish: ids of canvases that follow from the job"),
+    Reliance("celery.local:Proxy", "_get_current_object", "publish: the task behind current_task"),
     Reliance("celery.app.task:Task", "_get_app", "task: the app's SafeEffects"),
     Reliance("celery.app.task:Task", "Request", "task: our request in the worker's main process"),
     Reliance("celery.app.task:Task", "start_strategy", "task: no consuming without SafeEffects"),
