@@ -13,7 +13,7 @@ from . import canonical, signals
 from .config import Config, from_conf
 from .effects import Effect, all_effects, registered
 from .engine import failures, process
-from .engine.admission import Admission, StoredLimits
+from .engine.admission import Admission, LimitInUse, StoredLimits
 from .engine.job import Hooks
 from .engine.lease import LeaseKeeper
 from .engine.prune import Pruned, Pruner
@@ -316,6 +316,10 @@ class SafeEffects:
             ConfigurationError: for limits that mean nothing in that scope; nothing was stored.
         """
         self.admission.store_limits(limits, tenant=tenant, task=task, actor=f"operator:{actor}")
+
+    def limits(self) -> list[LimitInUse]:
+        """Every limit that is set, and what stands against it now."""
+        return self.admission.in_use()
 
     def stored_limits(self) -> list[StoredLimits]:
         """What :meth:`set_limits` has stored.

@@ -6,6 +6,7 @@ Control-flow signals that user code must not swallow by accident (:class:`Outcom
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 
@@ -87,6 +88,16 @@ class AdmissionRejected(SafeEffectsError):
     @property
     def retry_after(self) -> float | None:
         return self.details.get("retry_after")
+
+    @property
+    def status_code(self) -> int:
+        """What it is in HTTP: 429, or 413 for a payload that is too large, which no waiting mends."""
+        return 413 if self.reason == "payload_too_large" else 429
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """``Retry-After`` for HTTP, in whole seconds, where trying again later may help."""
+        return {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
 
 
 class PayloadTooLarge(AdmissionRejected):

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from . import acting, looking
+from . import acting, limits, looking
 
 
 @click.group("safe-effects", context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,6 +30,7 @@ for _command in (
     acting.resolve,
     acting.retry,
     acting.cancel,
+    limits.limits,
     acting.republish,
     acting.sweep,
     acting.reconcile,

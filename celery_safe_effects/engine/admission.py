@@ -43,6 +43,26 @@ class StoredLimits:
     updated_by: str
 
 
+@dataclass(frozen=True)
+class LimitInUse:
+    """A limit, and what stands against it now.
+
+    Attributes:
+        scope: ``*`` (every tenant, each on its own), ``tenant:<name>``, ``task:<name>`` or ``pool:<name>``.
+        limit: its name in :class:`~celery_safe_effects.Limits`.
+        value: the limit; times are seconds.
+        current: queued or running jobs now; for ``*`` those of the tenant that has most; ``None`` where a limit is of
+            one job.
+        source: ``stored`` or ``settings``.
+    """
+
+    scope: str
+    limit: str
+    value: float
+    current: int | None
+    source: str
+
+
 class Admission:
     """The door of one database.
 
@@ -113,9 +133,33 @@ class Admission:
         scopes |= {f"tenant:{name}": value or None for name, value in tenants.items()}
         # "pool" is what limits_for() calls the limit of the pool at hand.
         scopes |= {f"pool:{name}": {"pool": value} for name, value in pools.items()}
-        names = list(scopes)
+        self._write(scopes, actor, everything=scope == "*" and limits is None)
+
+    def _write(self, scopes: Mapping[str, Any], actor: str, *, everything: bool = False) -> None:
         values = [None if value is None else canonical.encode(value) for value in scopes.values()]
-        self.store.rows("SET_LIMITS", scopes=names, values=values, actor=actor, all=scope == "*" and limits is None)
+        self.store.rows("SET_LIMITS", scopes=list(scopes), values=values, actor=actor, all=everything)
+
+    def change(self, scope: str, changed: Mapping[str, Any], *, clear: bool, actor: str) -> None:
+        """Change single limits of a stored scope, or remove the scope (``*``: everything).
+
+        Raises:
+            ConfigurationError: for limits that mean nothing in that scope; nothing was stored.
+        """
+        kind, _, name = scope.partition(":")
+        if clear:
+            self._write({scope: None}, actor, everything=scope == "*")
+        elif kind == "pool":
+            value = changed["pool_running"]
+            Limits(pool_running={name: value})  # refuses what is no limit
+            self._write({scope: {"pool": value}}, actor)
+        else:
+            now = next((stored.limits for stored in self.stored() if stored.scope == scope), {})
+            self.store_limits(
+                Limits(**{**now, **changed}),
+                tenant=name if kind == "tenant" else None,
+                task=name if kind == "task" else None,
+                actor=actor,
+            )
 
     def stored(self) -> list[StoredLimits]:
         """What is stored, by scope."""
@@ -126,6 +170,36 @@ class Admission:
                 value = {"pool_running": value["pool"]}
             found.append(StoredLimits(row.scope, value, row.updated_at, row.updated_by))
         return found
+
+    def in_use(self) -> list[LimitInUse]:
+        """Every limit that is set, stored ones before the settings', and what stands against it now."""
+        use = {(row.kind, row.name): row for row in self.store.rows("USE")}
+        tenants = {name: row for (kind, name), row in use.items() if kind == "tenant"}
+        found: dict[tuple[str, str], LimitInUse] = {}
+
+        def add(scope: str, limits: Mapping[str, Any], source: str) -> None:
+            kind, _, name = scope.partition(":")
+            for limit, value in limits.items():
+                if limit in ("tenants", "pool_running") and isinstance(value, Mapping):
+                    continue
+                current: int | None = None
+                if limit in ("tenant_queued", "tenant_running"):
+                    column = limit.removeprefix("tenant_")
+                    rows = [tenants.get(name)] if kind == "tenant" else list(tenants.values())
+                    current = max((getattr(row, column) for row in rows if row is not None), default=0)
+                elif limit == "pool_running":
+                    row = use.get(("pool", name))
+                    current = row.running if row is not None else 0
+                found.setdefault((scope, limit), LimitInUse(scope, limit, value, current, source))
+
+        for stored in self.stored():
+            add(stored.scope, stored.limits, "stored")
+        add("*", self.common, "settings")
+        for name, limits in self.common.get("tenants", {}).items():
+            add(f"tenant:{name}", limits, "settings")
+        for name, value in self.common.get("pool_running", {}).items():
+            add(f"pool:{name}", {"pool_running": value}, "settings")
+        return sorted(found.values(), key=lambda entry: (entry.scope, entry.limit))
 
     def refusal(self, params: Mapping[str, Any]) -> AdmissionRejected | None:
         """Why the accepting statement took nothing, if a limit is the reason."""

@@ -187,7 +187,7 @@ class Call:
             row = found[0] if found else None
             ours = row is not None and (row.lease_token, row.fence) == (job.lease.token, job.fence)
             if row is not None and ours and row.status == "running" and (row.cancelled or row.dying):
-                raise job.cancelled(row.cancelled)
+                raise job.cancelled(row)
             raise job.lost()
         records = job.insist("OPERATION", until=job.held.trusted, key=intent.key)
         if not records:

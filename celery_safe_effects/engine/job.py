@@ -116,7 +116,7 @@ class ActiveJob:
         self.held.renewed = max(self.held.renewed, since)
         if rows[0].cancelled or rows[0].dying:
             self.held.cancelled = self.held.cancelled or rows[0].cancelled
-            raise self.cancelled(rows[0].cancelled)
+            raise self.cancelled(rows[0])
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,8 @@ class ActiveJob:
         )
         return self.parked
 
-    def cancelled(self, requested: bool) -> JobCancelled:
+    def cancelled(self, row: Row) -> JobCancelled:
         """The job was cancelled, or its time is over: what to raise."""
-        why = "cancelled" if requested else "expired or too old"
-        return JobCancelled(f"job {self.id} is {why}", job_id=self.id, requested=requested)
+        reason = "cancelled" if row.cancelled else row.dying
+        why = {"expired": "expired", "max_age": "older than its max_age"}.get(reason, reason)
+        return JobCancelled(f"job {self.id} is {why}", job_id=self.id, reason=reason)

@@ -347,10 +347,11 @@ class Execution:
             return _Conclusion("held", "replay_mismatch", error=failures.to_json(mismatch), tell=Ignore())
         cancelled = failures.find(exc, (JobCancelled,))
         if cancelled is not None:
-            if cancelled.details.get("requested"):  # type: ignore[attr-defined]
-                return _Conclusion("cancelled", "cancelled", tell=Ignore())
-            error = SafeEffectsError(f"job {self.id} expired or is older than its max_age")
-            return _Conclusion("failed", "max_age", error=failures.to_json(error), tell=error)
+            reason = cancelled.details["reason"]  # type: ignore[attr-defined]
+            if reason != "max_age":
+                return _Conclusion("cancelled", reason, tell=Ignore())
+            error = SafeEffectsError(f"job {self.id} is older than its max_age")
+            return _Conclusion("failed", reason, error=failures.to_json(error), tell=error)
         deferred = failures.find(exc, (Deferred,))
         if deferred is not None:
             key = deferred.details.get("waiting_for")  # type: ignore[attr-defined]

@@ -17,7 +17,8 @@ JOB_FACTS: Final = """
     j.result::text AS result, j.error::text AS error, j.settled_at IS NOT NULL AS settled, j.settle, j.held,
     j.open_ops + j.unknown_ops AS unresolved, j.passed, j.waiting_for, j.slots,
     j.operations, j.max_operations,
-    coalesce(LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp(), false) AS dying,
+    CASE WHEN j.expires_at <= clock_timestamp() THEN 'expired'
+         WHEN j.gives_up_at <= clock_timestamp() THEN 'max_age' END AS dying,
     extract(epoch FROM j.run_after - clock_timestamp())::float8 AS wait_s"""
 
 OPERATION_FACTS: Final = """
@@ -107,6 +108,15 @@ SELECT g.scope, g.value::jsonb, %(actor)s FROM given g WHERE g.value IS NOT NULL
 ON CONFLICT (scope) DO UPDATE
    SET value = excluded.value, updated_at = clock_timestamp(), updated_by = excluded.updated_by
 RETURNING scope
+"""
+# What stands against the limits now.
+USE: Final = """
+SELECT 'tenant' AS kind, j.tenant AS name, count(*) FILTER (WHERE j.status = 'queued') AS queued,
+       count(*) FILTER (WHERE j.status <> 'queued') AS running
+  FROM {s}.job j WHERE j.status IN ('queued', 'leased', 'running') GROUP BY j.tenant
+UNION ALL
+SELECT 'pool', j.pool, 0, count(*) FROM {s}.job j
+ WHERE j.status IN ('leased', 'running') AND j.pool IS NOT NULL GROUP BY j.pool
 """
 LIMITS: Final = "SELECT scope, value::text AS value, updated_at, updated_by FROM {s}.limits ORDER BY scope"
 
@@ -380,7 +390,8 @@ UPDATE {s}.job j
  WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
    AND j.lease_until > clock_timestamp()
 RETURNING j.cancel_requested_at IS NOT NULL AS cancelled,
-          coalesce(LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp(), false) AS dying, {async} AS a
+          CASE WHEN j.expires_at <= clock_timestamp() THEN 'expired'
+               WHEN j.gives_up_at <= clock_timestamp() THEN 'max_age' END AS dying, {async} AS a
 """
 
 # 11: all leases of a process in one statement; one that ran out is not revived, and one that is too old not renewed.

@@ -560,6 +560,47 @@ def test_an_older_and_a_newer_schema(cli: Shop, sql: Sql) -> None:
         assert "9999" in found.err
 
 
+def test_limits_are_shown_and_changed(cli: Shop) -> None:
+    shown = cli("limits", "--json").json["limits"]
+    assert {(row["scope"], row["limit"]): row["source"] for row in shown} == {
+        ("*", "max_age"): "settings", ("*", "max_attempts"): "settings",
+    }  # fmt: skip
+    assert cli("limits", "--tenant", "acme", "--set", "tenant_queued=1", "--set", "max_age=60").code == 0
+    assert cli("limits", "--tenant", "acme", "--set", "tenant_queued=2").code == 0
+    assert cli("limits", "--pool", "gpu", "--set", "pool_running=3").code == 0
+    cli.queued("shop.think", "x", tenant="acme")
+    rows = {(row["scope"], row["limit"]): row for row in cli("limits", "--json").json["limits"]}
+    assert (
+        rows["tenant:acme", "tenant_queued"] | {"value": 2, "current": 1, "source": "stored"}
+        == rows["tenant:acme", "tenant_queued"]
+    )
+    assert rows["tenant:acme", "max_age"]["value"] == 60
+    assert rows["pool:gpu", "pool_running"] | {"value": 3, "current": 0} == rows["pool:gpu", "pool_running"]
+    found = cli("limits", "--tenant", "acme")
+    assert "tenant:acme  tenant_queued  2" in found.out
+    assert cli("limits", "--pool", "gpu", "--clear") == Result(0, "no limits are set for pool:gpu\n", "")
+    assert len(cli.safe.stored_limits()) == 1
+    assert cli("limits", "--clear").code == 0
+    assert cli.safe.stored_limits() == []
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--set", "tenant_queued"),
+        ("--set", "tenant_queued=many"),
+        ("--set", "nonsense=1"),
+        ("--set", "pool_running=1"),
+        ("--pool", "gpu", "--set", "tenant_queued=1"),
+        ("--tenant", "a", "--task", "b"),
+        ("--set", "tenant_queued=1", "--clear"),
+    ],
+)
+def test_a_limit_that_means_nothing_is_wrong_usage(cli: Shop, args: tuple[str, ...]) -> None:
+    assert cli("limits", *args).code == 2
+    assert cli.safe.stored_limits() == []
+
+
 @pytest.mark.parametrize(
     ("url", "code"),
     [

@@ -398,3 +398,57 @@ def test_a_refused_caller_goes_on_with_its_transaction(door: Callable[..., Door]
         session.commit()
     assert sql("SELECT count(*) AS n FROM public.orders")[0]["n"] == 2
     assert sql("SELECT * FROM jobs") == []
+
+
+# -- age and expiry ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("column", "status", "reason"), [("expires_at", "cancelled", "expired"), ("gives_up_at", "failed", "max_age")]
+)
+@pytest.mark.parametrize("when", ["before it starts", "at its checkpoint", "at its next effect", "in its effect"])
+def test_a_job_past_its_time_ends_with_that_reason_and_never_in_an_operation(
+    door: Callable[..., Door], sql: Sql, column: str, status: str, reason: str, when: str
+) -> None:
+    made = door()
+    calls: list[str] = []
+
+    def late(job: str) -> None:
+        sql(f"UPDATE job SET {column} = clock_timestamp() WHERE id = %s", job)
+
+    @effect(name=f"late.{uuid4().hex}")
+    def first(op: Any) -> None:
+        calls.append("first")
+        if when == "in its effect":
+            late(op.job_id)
+
+    @effect(name=f"late.{uuid4().hex}")
+    def second(op: Any) -> None:
+        calls.append("second")
+
+    @made.app.task(base=SafeTask, bind=True, effects=[first, second], name=f"late.{uuid4().hex}", shared=False)
+    def body(self: Any) -> None:
+        first()
+        if when != "in its effect":
+            late(self.job.id)
+        if when == "at its checkpoint":
+            self.job.checkpoint()
+        second()
+
+    job = body.apply_async().id
+    if when == "before it starts":
+        late(job)
+        made.safe.sweep()
+    else:
+        body.apply(task_id=job)
+    assert sql("SELECT status, reason FROM jobs WHERE id = %s", job) == [{"status": status, "reason": reason}]
+    assert calls == ([] if when == "before it starts" else ["first"])
+    confirmed = sql("SELECT count(*) AS n FROM operations WHERE status = 'outcome_confirmed'")[0]["n"]
+    assert confirmed == len(calls), "what was under way keeps its true outcome"
+
+
+def test_http_is_told_what_it_is() -> None:
+    refused = AdmissionRejected("no", reason="tenant_queue_limit", limit=1, current=1, retry_after=0.2)
+    assert (refused.status_code, refused.headers) == (429, {"Retry-After": "1"})
+    large = AdmissionRejected("no", reason="payload_too_large")
+    assert (large.status_code, large.headers) == (413, {})
