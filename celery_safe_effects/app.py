@@ -23,7 +23,7 @@ from .errors import ConfigurationError, NotAllowed, NotFound, SafeEffectsError
 from .glue import periodic, worker
 from .glue.announce import Announcer
 from .glue.publish import Publisher
-from .glue.task import SafeTask
+from .glue.task import SafeTask, keep_built_ins_plain
 from .glue.teller import Teller
 from .limits import Limits
 from .store import migrate
@@ -64,12 +64,13 @@ class SafeEffects:
             app: a Celery app; each app takes one SafeEffects, and each SafeEffects one app.
 
         Raises:
-            ConfigurationError: when either is taken.
+            ConfigurationError: when either is taken, or ``task_cls=SafeTask`` has made Celery's own tasks already.
         """
         if self._app is not None:
             raise ConfigurationError("this SafeEffects has an app already; make another one for another app")
         if app.__dict__.get("_safe_effects") is not None:
             raise ConfigurationError(f"the app {app.main!r} has a SafeEffects already")
+        keep_built_ins_plain(app)
         self._app = app
         app.__dict__["_safe_effects"] = self
         self.publisher = Publisher(self)
@@ -228,9 +229,9 @@ class SafeEffects:
         """Build what is built lazily, so that a wrong declaration is found at start."""
         for name in self.task_names():
             task = self.app.tasks[name]
-            task.check()
+            task._check_for_worker()
             if task.effects is None:
-                task.body()
+                task._body_effect()
 
     def find_effect(self, name: str, task: str) -> Effect[Any, Any] | None:
         """The effect of a recorded name: a registered one, or the whole body of a task."""
@@ -238,13 +239,13 @@ class SafeEffects:
         if found is None and name == task:
             known = self.app.tasks.get(task)
             if isinstance(known, SafeTask) and known.effects is None:
-                found = known.body()
+                found = known._body_effect()
         return found
 
     def longest_lookup(self) -> float:
         """Seconds that the slowest lookup of this process's effects may take."""
         bodies = [self.app.tasks[name] for name in self.task_names()]
-        known = [*all_effects(), *(task.body() for task in bodies if task.effects is None)]
+        known = [*all_effects(), *(task._body_effect() for task in bodies if task.effects is None)]
         return max((found.options.lookup_timeout for found in known), default=0.0)
 
     # -- what happened elsewhere ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ pytest_plugins = [
     "tests.support.brokers",
     "tests.support.provider",
     "tests.support.processes",
+    "tests.support.lab",
     "tests.support.pytest_celery_local",
 ]
 

@@ -185,7 +185,7 @@ class Execution:
         statement = "CLAIM"
         if self.whole_body:
             statement = "CLAIM_BODY"
-            body = self.task.body()
+            body = self.task._body_effect()
             shown = self._shown(body)
             options = intent_options(body, self.safe.prefork)
             del options["repeatable"]
@@ -220,12 +220,22 @@ class Execution:
             return {}
         return {name: value for name, value in arguments.items() if name not in body.options.redact}
 
+    def _never_entered(self, exc: BaseException) -> bool:
+        """Whether the delivered arguments do not fit the body's signature, so that it cannot have begun."""
+        if not isinstance(exc, TypeError) or self.task._user_call is not None:
+            return False
+        try:
+            self.task._body_effect().bind(self.args, self.kwargs)
+        except TypeError:
+            return True
+        return False
+
     def _ask(self, statement: str, params: dict[str, Any], alarm: ExitStack) -> tuple[Row | None, float]:
         """One claim, however long the database takes: the row is the recovery, but an unmarked message may have none.
 
         A whole body's intent goes with its claim, so that its deadline's timer is armed before either is sent.
         """
-        options = self.task.body().options if self.whole_body else None
+        options = self.task._body_effect().options if self.whole_body else None
         kill = options.deadline if options and self.safe.prefork and options.kill_at_deadline else None
         while True:
             alarm.close()
@@ -244,7 +254,7 @@ class Execution:
         """A message without a row: an unmarked one is persisted and runs; a marked one never runs."""
         if self.mark is None:
             try:
-                self.safe.publisher.adopt(self._envelope(), self.owner, ours=self.task.eager_options())
+                self.safe.publisher.adopt(self._envelope(), self.owner, ours=self.task._options_of_apply())
             except IdempotencyConflict:
                 self._stale("payload_differs")
             return True
@@ -264,9 +274,11 @@ class Execution:
             self._tell_unknown("row_missing")
         self._stale("no_row")
 
-    def _envelope(self) -> Envelope:
-        request = {**vars(self.request), "task": self.task.name, "id": self.id}
-        return Envelope.of_request(request, self.args, self.kwargs)
+    def _envelope(self, args: Any = None, kwargs: Any = None, **headers: Any) -> Envelope:
+        request = {**vars(self.request), "task": self.task.name, "id": self.id, **headers}
+        return Envelope.of_request(
+            request, self.args if args is None else args, self.kwargs if kwargs is None else kwargs
+        )
 
     def _not_claimed(self, row: Row | None) -> Any:
         if row is None:
@@ -312,14 +324,13 @@ class Execution:
         task = self.task
         if task._store_started:
             self.safe.teller.started(task, self.id, self.request)
-        before_start = type(task)._user_before_start
-        if before_start is not None:
-            before_start(task, self.id, self.args, self.kwargs)
+        if task._user_before_start is not None:
+            task._user_before_start(self.id, self.args, self.kwargs)
 
     def _body(self, job: ActiveJob) -> _Conclusion:
         try:
             self._started()
-            value = self.task.invoke(*self.args, **self.kwargs)
+            value = self.task._invoke(*self.args, **self.kwargs)
         except BaseException as exc:
             return self._failed(job, exc)
         if isinstance(value, Outcome):
@@ -386,6 +397,10 @@ class Execution:
         if not isinstance(exc.when, (int, float)) and exc.when is not None:
             delay = max(0.0, exc.when.timestamp() - time.time())
         cause = failures.to_json(exc.exc if isinstance(exc.exc, BaseException) else exc)
+        if job.outgoing is None and exc.sig is not None:
+            # apply() sends no message for a retry: it runs it itself, with what the signature says.
+            sent = self.task._as_sent(exc.sig.args, exc.sig.kwargs)
+            job.outgoing = self._envelope(*sent, retries=self.request.retries + 1)
         try:
             self._outgoing(job.outgoing, True)
         except (EncodeError, TypeError, ValueError) as bad:
@@ -416,7 +431,7 @@ class Execution:
 
     def _whole_body(self, job: ActiveJob, row: Row, nonce: Any, since: float, alarm: ExitStack) -> Any:
         """The body is one effect: its outcome is the job's end, in one statement."""
-        body = self.task.body()
+        body = self.task._body_effect()
         key = job.key("body")
         if row.nonce != nonce:
             return self._conclude(job, self._unknown(key, "an earlier attempt's outcome is not known"))
@@ -460,7 +475,7 @@ class Execution:
         if isinstance(raised, (LeaseLost, JobCancelled)):
             # Raised by a checkpoint in the body: whether it had begun its effect, only its author could say.
             status = Op.UNKNOWN
-        elif isinstance(raised, Retry):
+        elif isinstance(raised, Retry) or self._never_entered(raised):
             status = Op.NOT_HAPPENED
         elif isinstance(raised, self.task.throws or ()):
             status = Op.REFUSED
@@ -474,7 +489,10 @@ class Execution:
                 if isinstance(raised, Retry)
                 else _Conclusion("again", "not_happened", delay=BACKOFF * 2 ** min(job.attempt - 1, 6))
             )
-            if conclusion.wish == "failed":
+            if self._never_entered(raised):
+                again = False
+                self._pend(job, "failed", "error", error, 0.0)
+            elif conclusion.wish == "failed":
                 again, raised = False, conclusion.tell or raised
                 self._pend(job, "failed", conclusion.reason, conclusion.error, 0.0)
             elif not self._pend(job, "queued", conclusion.reason, error, conclusion.delay, conclusion.outgoing):
@@ -504,7 +522,7 @@ class Execution:
         original = task.__dict__.get("_orig_run")
         if original is None:
             job.in_body = True
-            return task.invoke(*self.args, **self.kwargs)
+            return task._invoke(*self.args, **self.kwargs)
         if not getattr(original, "_safe_effects_tracked", False):
 
             def tracked(*args: Any, **kwargs: Any) -> Any:
@@ -519,7 +537,7 @@ class Execution:
 
             tracked._safe_effects_tracked = True  # type: ignore[attr-defined]
             task._orig_run = tracked
-        return task.invoke(*self.args, **self.kwargs)
+        return task._invoke(*self.args, **self.kwargs)
 
     def _pend(
         self,
@@ -550,7 +568,6 @@ class Execution:
 
     def _outgoing(self, outgoing: Envelope | None, retried: bool) -> dict[str, Any]:
         if outgoing is None:
-            # apply() runs a retry itself and sends no message for it.
             retries = self.request.retries + 1 if retried else None
             return {"envelope": None, "digest": None, "retries": retries}
         data = outgoing.encode(outgoing.options.get("serializer") or self.task.app.conf.task_serializer)

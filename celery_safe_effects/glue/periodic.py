@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
+from celery import Task
+
 if TYPE_CHECKING:
     from celery import Celery
 
@@ -31,7 +33,7 @@ def install(safe: SafeEffects, app: Celery) -> None:
         """Delete finished jobs past their retention."""
         return asdict(safe.pruner.run(f"{safe.owner(self.request.hostname)}/prune"))
 
-    options = {"bind": True, "ignore_result": True, "shared": False, "acks_late": False, "max_retries": 0}
+    options = {"base": Task, "bind": True, "ignore_result": True, "shared": False, "acks_late": False, "max_retries": 0}
     app.task(sweep, name=SWEEP, **options)
     app.task(reconcile, name=RECONCILE, **options)
     app.task(prune, name=PRUNE, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -18,7 +18,7 @@ from .. import canonical
 from ..effects import Effect, body_effect
 from ..engine import current, failures
 from ..engine.job import ActiveJob
-from ..errors import ConfigurationError, NoActiveJob
+from ..errors import ConfigurationError, NoActiveJob, UndeclaredEffect
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -28,7 +28,13 @@ logger = logging.getLogger(__name__)
 OURS: Final = ("idempotency_key", "tenant", "pool", "max_attempts", "max_age")
 """Options of ``apply_async`` that are the library's own and never reach the broker."""
 
+PROVIDED: Final = ("job", "safe_effects")
+"""What a SafeTask gives its bodies: a class of the user's that defines it differently would take it away."""
+BUILT_IN: Final = "celery."
+"""Begins the names of Celery's own tasks, which are machinery and no jobs."""
+
 _eager_options: ContextVar[dict[str, Any] | None] = ContextVar("safe_effects_eager_options", default=None)
+_in_user_call: ContextVar[frozenset[str]] = ContextVar("safe_effects_in_user_call", default=frozenset())
 
 
 class SafeTask(Task):
@@ -57,37 +63,71 @@ class SafeTask(Task):
     _declared: ClassVar[tuple[Effect[Any, Any], ...] | None] = None
     _body: ClassVar[Effect[Any, Any] | None] = None
     _store_started: ClassVar[bool] = False
-    _user_call: ClassVar[Callable[..., Any] | None] = None
-    _user_before_start: ClassVar[Callable[..., Any] | None] = None
+    _user_call: ClassVar[Any] = None
+    _user_before_start: ClassVar[Any] = None
+    _dump_pydantic_arguments: ClassVar[Any] = None  # Celery's own, from 5.7 on
 
     @classmethod
-    def on_bound(cls, app: Any) -> None:
-        """Check the declaration when the task meets its app.
+    def bind(cls, app: Any) -> Any:
+        """Check the declaration when the task meets its app, and put what runs before the claim behind it.
 
         Raises:
             ConfigurationError: naming the task and what is wrong.
         """
-        super().on_bound(app)
-        if cls.effects is not None:
-            cls._declared = _declared(cls.name, cls.effects)
-            if cls.effect_options:
-                raise ConfigurationError(
-                    f"task {cls.name!r}: effect_options describe a whole body that is one side effect; with effects= "
-                    "give the options to effect() itself"
-                )
+        # Not in on_bound: that is the user's to override, and Celery's own does nothing that asks for super().
+        bound = super().bind(app)
+        cls._check_declaration()
         # STARTED and a user's before_start come after the claim: a stale delivery must write and run nothing.
         if cls.track_started:
             cls._store_started = True
             cls.track_started = False
-        # A user's own __call__ runs inside the claimed job, whether it calls super() or not.
-        if cls.__call__ is not SafeTask.__call__:
-            cls._user_call = cls.__call__
-            cls.__call__ = SafeTask.__call__  # type: ignore[method-assign]
         if inspect.iscoroutinefunction(cls.run) or inspect.isasyncgenfunction(cls.run):
             raise ConfigurationError(f"task {cls.name!r}: this version runs no `async def` bodies; write `def`")
-        if cls.before_start is not BaseTask.before_start and cls._user_before_start is None:
-            cls._user_before_start = staticmethod(cls.before_start)
-            cls.before_start = BaseTask.before_start
+        # A user's own __call__ runs inside the claimed job, whether it calls super() or not, and wherever its class
+        # stands among the bases.
+        cls._set_aside("__call__", SafeTask, "_user_call")
+        cls._set_aside("before_start", BaseTask, "_user_before_start")
+        return bound
+
+    @classmethod
+    def _set_aside(cls, name: str, ours: type, kept: str) -> None:
+        default = vars(ours)[name]
+        for base in cls.__mro__:
+            theirs = vars(base).get(name, default)
+            if base not in (SafeTask, BaseTask) and theirs is not default:
+                setattr(cls, kept, theirs)  # as it stands in the class: a function, a staticmethod
+                setattr(cls, name, default)
+                return
+
+    @classmethod
+    def _check_declaration(cls) -> None:
+        def bad(what: str) -> ConfigurationError:
+            return ConfigurationError(f"task {cls.name!r}: {what}")
+
+        cls._body = cls._declared = None
+        if cls.effects is not None:
+            cls._declared = _declared(cls.name, cls.effects)
+            if cls.effect_options:
+                raise bad(
+                    "effect_options describe a whole body that is one side effect; with effects= give the options to "
+                    "effect() itself"
+                )
+        for option in ("lease_ttl", "max_age"):
+            value = getattr(cls, option)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+                raise bad(f"{option} must be seconds greater than 0, not {value!r}")
+        for option in ("max_attempts", "max_operations"):
+            value = getattr(cls, option)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise bad(f"{option} must be at least 1, not {value!r}")
+        for option in ("tenant", "pool"):
+            text = getattr(cls, option)
+            if text is not None and not canonical.is_text(text):
+                raise bad(f"{option} must be a non-empty string, not {text!r}")
+        for name in PROVIDED:
+            owner = next(base for base in cls.__mro__ if name in vars(base))
+            if owner is not SafeTask:
+                raise bad(f"its class {owner.__name__} defines {name!r}, which SafeTask provides; rename it")
 
     @property
     def job(self) -> ActiveJob:
@@ -110,7 +150,7 @@ class SafeTask(Task):
         """
         return of(self._get_app())
 
-    def body(self) -> Effect[Any, Any]:
+    def _body_effect(self) -> Effect[Any, Any]:
         """The effect that this task's whole body is."""
         found = type(self)._body
         if found is None:
@@ -127,7 +167,7 @@ class SafeTask(Task):
         exc = kwargs.get("exc")
         # autoretry_for is a guess about classes, not the author's statement about this run.
         if isinstance(exc, BaseException) and job is not None and job.operation is not None and not job.in_body:
-            if not failures.matches(exc, self.body().options.not_happened_on):
+            if not failures.matches(exc, self._body_effect().options.not_happened_on):
                 raise exc
         try:
             return super().retry(*args, **kwargs)
@@ -182,6 +222,10 @@ class SafeTask(Task):
         if options.pop("transaction", None) is not None:
             raise ConfigurationError("transaction= has no meaning where a job runs at once (apply, task_always_eager)")
         ours: dict[str, Any] = {name: options.pop(name) for name in OURS if name in options}
+        if self._dump_pydantic_arguments is not None:
+            args, kwargs = self._dump_pydantic_arguments(
+                args, kwargs
+            )  # they are recorded as a message would carry them
         found = self.safe_effects.publisher.eager_result(self, args, kwargs, ours)
         if found is not None:
             return found
@@ -191,40 +235,34 @@ class SafeTask(Task):
         finally:
             _eager_options.reset(scope)
 
-    def invoke(self, *args: Any, **kwargs: Any) -> Any:
+    def _as_sent(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments as a message would carry them, which ``apply()`` does not send but records."""
+        dump = self._dump_pydantic_arguments
+        return dump(args, kwargs) if dump is not None else (args, kwargs)
+
+    def _invoke(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body, by way of the user's own ``__call__`` where there is one."""
-        call = type(self)._user_call
-        return call(self, *args, **kwargs) if call is not None else self.run(*args, **kwargs)
+        call = self._user_call
+        return call(*args, **kwargs) if call is not None else self.run(*args, **kwargs)
 
     @classmethod
-    def check(cls) -> None:
+    def _check_for_worker(cls) -> None:
         """Check what only a worker needs to know.
 
         Raises:
-            ConfigurationError: naming the task and the option.
+            ConfigurationError: naming the task and the class.
         """
-        wanted: Any = symbol_by_name(cls.Request)
         ours: Any = symbol_by_name(SafeTask.Request)
-        if not issubclass(wanted, ours):
-            raise ConfigurationError(
-                f"task {cls.name!r}: its Request {wanted.__name__} must derive from "
-                "celery_safe_effects.glue.request.SafeRequest, or a lost worker would be taken for a failed job"
-            )
-        for option in ("lease_ttl", "max_age"):
-            value = getattr(cls, option)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
-                raise ConfigurationError(f"task {cls.name!r}: {option} must be seconds greater than 0, not {value!r}")
-        for option in ("max_attempts", "max_operations"):
-            value = getattr(cls, option)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"task {cls.name!r}: {option} must be at least 1, not {value!r}")
-        for option in ("tenant", "pool"):
-            text = getattr(cls, option)
-            if text is not None and not canonical.is_text(text):
-                raise ConfigurationError(f"task {cls.name!r}: {option} must be a non-empty string, not {text!r}")
+        for base in cls.__mro__:
+            wanted: Any = symbol_by_name(vars(base).get("Request", ours))
+            if base is not BaseTask and not issubclass(wanted, ours):
+                raise ConfigurationError(
+                    f"task {cls.name!r}: the Request {wanted.__name__} of its class {base.__name__} must derive from "
+                    "celery_safe_effects.glue.request.SafeRequest, or a lost worker would be taken for a failed job"
+                )
 
     @staticmethod
-    def eager_options() -> dict[str, Any]:
+    def _options_of_apply() -> dict[str, Any]:
         """The library's own options of the ``apply()`` that is under way."""
         return _eager_options.get() or {}
 
@@ -256,16 +294,65 @@ class SafeTask(Task):
             raise SystemExit(f"celery-safe-effects refuses to start this worker: {exc}") from exc
         return super().start_strategy(app, consumer, **kwargs)
 
+    def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
+        """As Celery's; returns once the job is durable.
+
+        Raises:
+            ConfigurationError: the app has no ``SafeEffects``, and the job would have no row.
+        """
+        of(self._get_app())
+        return super().apply_async(args, kwargs, *more, **options)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         request = self.request
         if request.called_directly or not request.id:
-            return super().__call__(*args, **kwargs)
+            return self._call_directly(args, kwargs)
         job = current.job()
         if job is not None and job.id == request.id:
             return self.run(*args, **kwargs)  # a user's own __call__ came here by super()
         from .execution import Execution
 
         return Execution(self, request, args, kwargs).run()
+
+    def _call_directly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``task(...)``: a function call as in Celery, without a job of its own; what it does belongs to its caller."""
+        job = current.job_here()
+        if job is not None and job.declared is not None and self.effects is None:
+            raise UndeclaredEffect(
+                f"task {self.name!r} was called as a function by a task with effects=; its whole body is a side effect "
+                "that would be neither declared nor recorded: send it with delay(), or declare its effects",
+                effect=self.name,
+            )
+        inside = _in_user_call.get()
+        first = self._user_call is not None and self.name not in inside
+        scope = _in_user_call.set(inside | {self.name} if first else inside - {self.name})
+        try:
+            return self._user_call(*args, **kwargs) if first else super().__call__(*args, **kwargs)
+        finally:
+            _in_user_call.reset(scope)
+
+
+def keep_built_ins_plain(app: Any) -> None:
+    """``task_cls=SafeTask`` is meant for the user's tasks: Celery makes its own of the same class.
+
+    Raises:
+        ConfigurationError: when they are made already.
+    """
+    made = [name for name, task in app._tasks.items() if name.startswith(BUILT_IN) and isinstance(task, SafeTask)]
+    if made:
+        raise ConfigurationError(
+            f"the app {app.main!r} has task_cls=SafeTask and was used before SafeEffects, so that {made[0]} is a job; "
+            "make SafeEffects(app) where the app is made"
+        )
+    task_from_fun = app._task_from_fun
+
+    def plain_if_built_in(fun: Any, name: str | None = None, base: Any = None, **options: Any) -> Any:
+        named = name or app.gen_task_name(fun.__name__, fun.__module__)
+        if base is None and named.startswith(BUILT_IN):
+            base = BaseTask
+        return task_from_fun(fun, name=named, base=base, **options)
+
+    app._task_from_fun = plain_if_built_in
 
 
 def of(app: Any) -> SafeEffects:

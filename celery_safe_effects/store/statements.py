@@ -180,9 +180,11 @@ _INTENT_VALUES: Final = """%(key)s, j.id, %(step)s, %(ordinal)s, %(effect)s, 'in
         %(idempotent_for)s::float8 * interval '1 second', %(has_lookup)s, %(if_unknown)s, %(detached)s,
         %(deadline_is_proof)s, %(owner)s"""
 # 4: a new intent on an existing key only when it provably did not happen, or by the resend rule or declared policy.
+# A whole body that did not happen may begin anew with other arguments: the author's retry(args=...) gave them.
 _INTENT_AGAIN: Final = """ON CONFLICT (key) DO UPDATE
        SET status = 'intent_recorded', job_id = excluded.job_id, ordinal = excluded.ordinal, attempt = o.attempt + 1,
            fence = excluded.fence, nonce = excluded.nonce, process = excluded.process,
+           args = excluded.args, args_digest = excluded.args_digest,
            intent_at = clock_timestamp(), deadline = excluded.deadline, lag = excluded.lag,
            deadline_at = excluded.deadline_at, absent_from = excluded.absent_from, has_lookup = excluded.has_lookup,
            if_unknown = excluded.if_unknown, detached = excluded.detached,
@@ -191,7 +193,8 @@ _INTENT_AGAIN: Final = """ON CONFLICT (key) DO UPDATE
            actor = %(owner)s,
            reason = CASE WHEN o.status = 'not_happened' THEN 'not_happened'
                          WHEN o.policy_at IS NOT NULL THEN 'policy:send_again' ELSE 'resend' END
-     WHERE o.effect = excluded.effect AND o.args_digest = excluded.args_digest
+     WHERE o.effect = excluded.effect
+       AND (o.args_digest = excluded.args_digest OR (o.whole_body AND o.status = 'not_happened'))
        AND (o.status = 'not_happened' OR (o.job_id = excluded.job_id AND {s}.sendable(o)))"""
 
 # The same, and the intent of a whole-body effect with it: durable.

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
 import psycopg
 import pytest
-from celery import Celery, chain, chord, group
+from celery import chain, chord, group
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from celery_safe_effects import (
@@ -27,108 +25,13 @@ from celery_safe_effects import (
     OutcomeUnknown,
     Refused,
     ReplayMismatch,
-    SafeEffects,
     SafeTask,
     StepNameRequired,
-    Unresolved,
     effect,
     signals,
 )
 from celery_safe_effects.errors import ConfigurationError, NotAllowed
-from tests.support.services import Sql
-
-_names = (f"jobs.{n}" for n in itertools.count())
-
-
-class Declined(Exception):
-    pass
-
-
-class Lab:
-    """An app whose tasks run here, and the record of every call that reached the provider."""
-
-    def __init__(self, database_url: str, sql: Sql) -> None:
-        self.app = Celery("lab", broker="memory://", backend="cache+memory://", set_as_current=False)
-        self.app.conf.update(
-            safe_effects_database_url=database_url,
-            safe_effects_max_connections=8,
-            safe_effects_reconcile_interval=0.2,
-            safe_effects_sweep_interval=0.2,
-        )
-        self.safe = SafeEffects(self.app)
-        self.sql = sql
-        self.calls: list[tuple[str, str]] = []
-        self.behaviour: dict[str, Any] = {}
-        self.verdict: Any = Unresolved("not asked")
-
-    def effect(self, name: str, *, lookup: bool = False, **options: Any) -> Any:
-        """An effect that is counted; ``behaviour[name]`` is raised, called, or returned."""
-
-        @effect(name=next(_names), **options)
-        def made(op: Any, *args: Any) -> Any:
-            self.calls.append((name, op.key))
-            wanted = self.behaviour.get(name)
-            if isinstance(wanted, BaseException):
-                raise wanted
-            return wanted(op, *args) if callable(wanted) else Outcome(f"{name}-{len(self.calls)}", list(args))
-
-        if lookup:
-            made.lookup(lambda op: self.verdict(op) if callable(self.verdict) else self.verdict)
-        return made
-
-    def task(self, body: Callable[..., Any], **options: Any) -> Any:
-        body.__name__ = "body"
-        return self.app.task(base=SafeTask, bind=True, shared=False, name=next(_names), **options)(body)
-
-    def crash(self, task: Any) -> None:
-        """The worker is gone: nothing that it writes from here on matches, and the sweep found its lease over."""
-        job = task.job.id
-        self.sql("UPDATE job SET lease_until = clock_timestamp() - interval '1 s' WHERE id = %s", job)
-        self.safe.sweep()
-        self.sql("UPDATE job SET run_after = NULL WHERE id = %s", job)
-        raise SystemExit
-
-    def run(self, task: Any, *args: Any, job: str | None = None) -> str:
-        """Deliver a job once; returns its id."""
-        job = job or str(uuid4())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.safe.publisher, "deliver_now", lambda *ids: 0)
-            task.apply(args, task_id=job)
-        return job
-
-    def status(self, job: str) -> str:
-        return str(self.row(job)["status"])
-
-    def row(self, job: str) -> dict[str, Any]:
-        return self.sql("SELECT * FROM jobs WHERE id = %s", job)[0]
-
-    def operations(self, job: str) -> dict[str, str]:
-        rows = self.sql("SELECT step, status FROM operations WHERE job_id = %s ORDER BY first_intent_at", job)
-        return {row["step"]: row["status"] for row in rows}
-
-    def reconcile(self) -> dict[str, int]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.safe.publisher, "deliver_now", lambda *ids: 0)
-            keys = [row["key"] for row in self.sql("SELECT key FROM operations WHERE status = 'unknown'")]
-            return self.safe.reconcile(keys).results
-
-    def make_gone(self) -> None:
-        self.sql("UPDATE operation SET gone_at = now() WHERE status = 'unknown'")
-
-    def past_deadline(self) -> None:
-        self.sql(
-            "UPDATE operation SET deadline_at = now() - interval '1 s', absent_from = now() - interval '1 s'"
-            " WHERE status = 'unknown'"
-        )
-
-
-@pytest.fixture
-def lab(database_url: str, sql: Sql) -> Iterator[Lab]:
-    made = Lab(database_url, sql)
-    yield made
-    made.safe.close()
-    made.app.close()
-
+from tests.support.lab import Declined, Lab, names
 
 # -- replay ------------------------------------------------------------------------------------------------------------
 
@@ -472,7 +375,7 @@ def test_outside_a_job_there_is_none(lab: Lab) -> None:
 def test_redacted_arguments_are_kept_out_of_the_record(lab: Lab) -> None:
     seen = []
 
-    @effect(name=next(_names), redact=["card"])
+    @effect(name=next(names), redact=["card"])
     def pay(op: Any, customer: str, card: str) -> Any:
         seen.append((dict(op.arguments), card))
         return "ref"
@@ -918,7 +821,7 @@ def test_a_users_own_call_runs_inside_the_job(lab: Lab, co_operates: bool) -> No
     def body(self: Any) -> Any:
         return a().ref
 
-    task = lab.app.task(base=Wrapped, bind=True, shared=False, name=next(_names), effects=[a])(body)
+    task = lab.app.task(base=Wrapped, bind=True, shared=False, name=next(names), effects=[a])(body)
     job = lab.run(task)
     assert inside == [job]
     assert (lab.status(job), len(lab.calls)) == ("succeeded", 1)
