@@ -33,6 +33,7 @@ class Reliance(NamedTuple):
 RELIED_UPON: Final = (
     Reliance("celery.app.base:Celery", "amqp_cls", "publish: our AMQP wraps the sending of task messages"),
     Reliance("celery.app.base:Celery", "send_task", "publish: existing jobs in place of new ones"),
+    Reliance("celery.app.base:Celery", "_task_from_fun", "task: task_cls=SafeTask leaves Celery's own tasks alone"),
     Reliance("celery.app.amqp:AMQP", "_create_task_sender", "publish: the function that sends a task message"),
     Reliance("celery.app.amqp:AMQP", "send_task_message", "publish: what everything that is sent passes"),
     Reliance("celery.app.amqp:Queues", "select_add", "worker: our queue is consumed, also with -Q"),

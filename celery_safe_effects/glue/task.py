@@ -338,7 +338,8 @@ def keep_built_ins_plain(app: Any) -> None:
     Raises:
         ConfigurationError: when they are made already.
     """
-    made = [name for name, task in app._tasks.items() if name.startswith(BUILT_IN) and isinstance(task, SafeTask)]
+    tasks = app.tasks if app.finalized else {}
+    made = [name for name, task in tasks.items() if name.startswith(BUILT_IN) and isinstance(task, SafeTask)]
     if made:
         raise ConfigurationError(
             f"the app {app.main!r} has task_cls=SafeTask and was used before SafeEffects, so that {made[0]} is a job; "
