@@ -7,7 +7,7 @@ never held as long as a caller's transaction is open.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -97,14 +97,17 @@ class Admission:
         found.update({name: value for name, value in narrower.items() if value is not None})
         return canonical.encode(found) if found else None
 
-    def reserve(self, params: Mapping[str, Any]) -> bool:
-        """Keep a place in the tenant's queue for a job that a caller's transaction is about to insert.
+    def reserve(self, wanted: Sequence[Mapping[str, Any]]) -> set[str]:
+        """Keep places in tenants' queues for jobs that a caller's transaction is about to insert.
+
+        Arguments:
+            wanted: what the accepting statement is told of each.
 
         Returns:
-            whether there was one.
+            the ids of those that got one.
         """
-        names = ("id", "tenant", "task", "limits")
-        return bool(self.store.rows("RESERVE", lapse=LAPSE, **{name: params[name] for name in names}))
+        columns = {name: [one[name] for one in wanted] for name in ("id", "tenant", "task", "key", "limits")}
+        return {row.job_id for row in self.store.rows("RESERVE", lapse=LAPSE, **columns)}
 
     def store_limits(self, limits: Limits | None, *, tenant: str | None, task: str | None, actor: str) -> None:
         """Store the limits of a scope, or remove them.

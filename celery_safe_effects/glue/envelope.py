@@ -116,11 +116,12 @@ class Envelope:
             body: Any = {"base64": base64.b64encode(data).decode("ascii")}
         else:
             body = data
-        return json.dumps(
+        # Signatures and lazy objects may hide in the metadata.
+        return canonical.encode(
             {
-                "headers": _plain(self.headers),
-                "properties": _plain(self.properties),
-                "options": _plain(self.options),
+                "headers": self.headers,
+                "properties": self.properties,
+                "options": self.options,
                 "content": [content_type, encoding, body, serializer],
             }
         ).encode("utf-8", "surrogatepass")
@@ -197,8 +198,3 @@ def _identified(signature: Any, path: str) -> Any:
             elif isinstance(inner, (list, tuple)):
                 kwargs[name] = [_identified(member, f"{path}:{name}:{i}") for i, member in enumerate(inner)]
     return found
-
-
-def _plain(value: Any) -> Any:
-    """Message metadata as JSON, in which signatures and lazy objects may hide."""
-    return json.loads(canonical.encode(value))

@@ -9,17 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from celery import current_task, states
 from celery.result import EagerResult
-from celery.utils.time import maybe_iso8601, maybe_make_aware
-from kombu.exceptions import EncodeError
 from kombu.exceptions import OperationalError as BrokerError
 
-from .. import canonical, signals
+from .. import canonical
 from ..engine import current
 from ..engine.job import ActiveJob
 from ..engine.lease import clock
@@ -27,16 +24,14 @@ from ..errors import (
     AcceptanceUnknown,
     AdmissionRejected,
     IdempotencyConflict,
-    PayloadInvalid,
-    PayloadTooLarge,
     ReplayMismatch,
     SafeEffectsError,
     SchemaMismatch,
     StoreUnavailable,
 )
-from ..states import TERMINAL, UNKNOWN_STATE
-from ..store.enlist import Enlisted, enlist
-from ..values import seconds
+from ..states import UNKNOWN_STATE
+from ..store.enlist import enlist
+from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Door, Verdict, key_of, time_of
 from .envelope import MARK, Envelope, Mark, arguments_digest, routing_options, with_stable_ids
 from .task import OURS, SafeTask
 
@@ -47,19 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TENANT: Final = "default"
-UNBOUNDED_ATTEMPTS: Final = 2**31 - 1
-ACCEPT_TRIES: Final = 3
 KNOWN_FOR: Final = 30.0
 """Seconds for which a task name that no worker has declared is taken for a plain one."""
-
-
-class _AlreadyAccepted(Exception):
-    """Internal: the id or key belongs to an existing job; nothing is published."""
-
-    def __init__(self, job_id: str) -> None:
-        super().__init__(job_id)
-        self.job_id = job_id
 
 
 EAGER_STATES: Final = {
@@ -94,6 +78,7 @@ class Publisher:
     def __init__(self, safe: SafeEffects) -> None:
         self.safe = safe
         self.app: Celery = safe.app
+        self.acceptance = Acceptance(safe)
         self._known: dict[str, tuple[bool, float]] = {}
 
     # -- installation --------------------------------------------------------------------------------------------------
@@ -155,7 +140,7 @@ class Publisher:
                 job_id=job.id,
             )
             raise job.mismatch from exc
-        except _AlreadyAccepted as found:
+        except AlreadyAccepted as found:
             result_cls = options.get("result_cls") or self.app.AsyncResult
             result = result_cls(found.job_id)
             if not options.get("ignore_result") and options.get("add_to_parent", True):
@@ -205,20 +190,14 @@ class Publisher:
             job.outgoing = envelope
             return None
         enlisted = enlist(transaction) if transaction is not None else None
-        try:
-            seq, publish, digest = self.accept(envelope, ours, parent=job, enlisted=enlisted, admitted=_continues(job))
-        except AdmissionRejected as exc:
-            self.safe.count("admission_refusals", exc.reason)
-            signals.admission_rejected.send(sender=name, error=exc)
-            raise
+        verdict, mark = self.accept(envelope, ours, Door(enlisted=enlisted, admitted=_continues(job)), parent=job)
         if enlisted is not None:
             # The row says who is due; rolled back, with a savepoint or as a whole, it says nothing.
             enlisted.after_commit(functools.partial(self.deliver_now, envelope.id))
             return None
-        mark = Mark(seq, 0, digest, self._tenant(ours, name))
-        if not publish:
+        if not verdict.publish:
             return None
-        marked = envelope.marked(mark, eta=_time(self.app, envelope.headers.get("eta")))
+        marked = envelope.marked(mark, eta=time_of(self.app, envelope.headers.get("eta")))
         return self._publish(send, producer, name, (marked.headers, properties, body, sent_event), options, envelope.id)
 
     def _publish(
@@ -239,97 +218,33 @@ class Publisher:
         except (StoreUnavailable, psycopg.Error):
             logger.debug("%d jobs wait for their republication", len(job_ids), exc_info=True)
 
-    def _tenant(self, ours: dict[str, Any], name: str) -> str:
-        """Given, else inherited from the job that sends it, else the task's, else the default."""
-        if ours.get("tenant"):
-            return str(ours["tenant"])
-        job = current.job()
-        if job is not None:
-            return job.tenant
-        sender = current_task
-        if sender:
-            mark = Mark.of(getattr(sender.request, MARK, None))
-            if mark is not None:
-                return mark.tenant
-        task = self.app.tasks.get(name)
-        return str(getattr(task, "tenant", None) or DEFAULT_TENANT)
-
     def accept(
         self,
         envelope: Envelope,
-        ours: dict[str, Any],
+        ours: Mapping[str, Any],
+        door: Door,
         *,
         parent: ActiveJob | None = None,
-        actor: str = "producer",
         limit: int | None = None,
-        enlisted: Enlisted | None = None,
         tries: int = ACCEPT_TRIES,
-        admitted: bool = False,
-    ) -> tuple[int, bool, str]:
+    ) -> tuple[Verdict, Mark]:
         """Make a job's row durable.
 
         Returns:
-            its sequence number, whether its message goes out now (a later ETA waits in PostgreSQL), and its digest.
+            the verdict, which is ``accepted``, and the mark that ties the message to its row.
 
         Raises:
             PayloadInvalid, AdmissionRejected, IdempotencyConflict, StoreUnavailable: nothing was written.
             AcceptanceUnknown: the database did not say.
-
-        Arguments:
-            admitted: whether it is work that was accepted before, which no limit refuses.
+            AlreadyAccepted: the same call has a row; nothing was written.
         """
-        config = self.safe.config
-        _check_options(ours)
-        task = self.app.tasks.get(envelope.task)
-        serializer = envelope.options.get("serializer") or self.app.conf.task_serializer
-        try:
-            data = envelope.encode(serializer)
-        except (EncodeError, TypeError, ValueError) as exc:
-            raise PayloadInvalid(
-                f"the arguments of {envelope.task} cannot be encoded as {serializer}: {exc}; nothing was enqueued"
-            ) from exc
-        if len(data) > (limit or config.max_payload):
-            raise PayloadTooLarge(
-                f"the message of {envelope.task} is {len(data)} bytes, more than safe_effects_max_payload "
-                f"({config.max_payload}); nothing was enqueued: pass a reference instead of the data",
-                reason="payload_too_large",
-                limit=config.max_payload,
-                current=len(data),
-            )
-        digest = envelope.digest(data)
-        tenant = self._tenant(ours, envelope.task)
-        params = {
-            "id": envelope.id,
-            "task": envelope.task,
-            "tenant": tenant,
-            "pool": ours.get("pool") or getattr(task, "pool", None),
-            "queue": _queue_name(self.app, envelope.options),
-            "key": _key(ours.get("idempotency_key"), envelope.headers),
-            "digest": digest,
-            "parent": parent.id if parent is not None else envelope.headers.get("parent_id"),
-            "retries": int(envelope.headers.get("retries") or 0),
-            "eta": _time(self.app, envelope.headers.get("eta")),
-            "expires": _time(self.app, envelope.headers.get("expires")),
-            "limits": self.safe.admission.given(
-                {
-                    "max_attempts": _max_attempts(ours, task, self.safe.admission.common["max_attempts"]),
-                    "max_age": seconds(ours.get("max_age") or getattr(task, "max_age", None)),
-                },
-            ),
-            "admitted": admitted,
-            "enlisted": enlisted is not None,
-            "envelope": data,
-            "settle": envelope.needs_settling,
-            "actor": actor,
-            "lead": config.sweep_interval,
-            # An enlisted job is due as soon as its commit makes it visible.
-            "republish": config.republish_after if enlisted is None else 0.0,
-        }
-        row = self._insert(params, tries) if enlisted is None else self._insert_enlisted(enlisted, params)
-        if row is not None:
-            self.safe.announce(actor, envelope.id)
-            return row.seq, row.publish, digest
-        raise self._not_accepted(params, enlisted)
+        candidate = self.acceptance.candidate(envelope, ours, parent=parent, limit=limit)
+        (verdict,) = self.acceptance.accept([candidate], door, tries=tries)
+        if verdict.error is not None:
+            raise verdict.error
+        if verdict.seq is None:
+            raise AlreadyAccepted(verdict.job_id)
+        return verdict, candidate.mark(verdict.seq)
 
     def adopt(
         self,
@@ -351,12 +266,11 @@ class Publisher:
                 self.accept(
                     envelope,
                     ours or {},
-                    actor=owner,
+                    Door(actor=owner, admitted=True),
                     limit=sys.maxsize,
-                    admitted=True,
                     tries=1 if patience == 0 else ACCEPT_TRIES,
                 )
-            except _AlreadyAccepted:
+            except AlreadyAccepted:
                 return
             except (StoreUnavailable, AcceptanceUnknown, AdmissionRejected, SchemaMismatch, psycopg.Error) as exc:
                 if clock() >= give_up:
@@ -372,10 +286,10 @@ class Publisher:
         Raises:
             IdempotencyConflict: the key belongs to another call.
         """
-        key = _key(ours.get("idempotency_key"), {})
+        key = key_of(ours.get("idempotency_key"), {})
         if key is None:
             return None
-        holder = self.safe.store.row("HOLDER", id="", tenant=self._tenant(ours, task.name), key=key)
+        holder = self.acceptance.holder(self.acceptance.tenant(ours, task.name), key)
         if holder is None:
             return None
         if holder.task != task.name or holder.args_digest != arguments_digest(task.name, args, kwargs):
@@ -387,91 +301,6 @@ class Publisher:
         row = self.safe.store.row("JOB", id=holder.id)
         result = canonical.decode(row.result) if row is not None else None
         return EagerResult(holder.id, result, EAGER_STATES.get(holder.status, states.PENDING), name=task.name)
-
-    def _insert(self, params: dict[str, Any], tries: int) -> Any:
-        """The accepting statement; repeated under the same id if its reply was lost."""
-        sent = False
-        for attempt in range(tries):
-            try:
-                row = self.safe.store.row("ACCEPT", **params)
-                if row is None and sent:
-                    holder = self.safe.store.row("HOLDER", id=params["id"], tenant=params["tenant"], key=params["key"])
-                    if holder is not None and holder.id == params["id"] and holder.args_digest == params["digest"]:
-                        return _Accepted(holder.seq, True)  # the first try got through; only its reply was lost
-                return row
-            except psycopg.errors.LockNotAvailable as exc:
-                raise _key_busy(params) from exc
-            except StoreUnavailable as exc:
-                if not sent:
-                    raise
-                raise self._acceptance_unknown(params["id"], exc) from exc
-            except psycopg.OperationalError as exc:
-                sent = True
-                if attempt == tries - 1 or isinstance(exc, psycopg.errors.QueryCanceled):
-                    raise self._acceptance_unknown(params["id"], exc) from exc
-            except psycopg.DataError as exc:
-                raise PayloadInvalid(
-                    f"the database cannot store the job: {str(exc).strip()}; nothing was enqueued"
-                ) from exc
-        raise AssertionError("unreachable")
-
-    def _acceptance_unknown(self, job_id: str, exc: BaseException) -> AcceptanceUnknown:
-        return AcceptanceUnknown(
-            f"the database did not confirm job {job_id} ({str(exc).strip()}); enqueue again with task_id={job_id!r} "
-            "or the same idempotency key: if it was accepted, the same job is returned",
-            job_id=job_id,
-        )
-
-    def _insert_enlisted(self, enlisted: Enlisted, params: dict[str, Any]) -> Any:
-        try:
-            rows = self.safe.store.enlisted_rows(enlisted, "ACCEPT", **params)
-            if not rows and self._holder(params, enlisted) is None and self.safe.admission.reserve(params):
-                rows = self.safe.store.enlisted_rows(enlisted, "ACCEPT_RESERVED", **params)
-        except psycopg.errors.LockNotAvailable as exc:
-            raise _key_busy(params) from exc
-        except psycopg.DataError as exc:
-            raise PayloadInvalid(f"the job cannot be stored: {str(exc).strip()}; nothing was enqueued") from exc
-        return rows[0] if rows else None
-
-    def _holder(self, params: dict[str, Any], enlisted: Enlisted | None) -> Any:
-        keys = {name: params[name] for name in ("id", "tenant", "key")}
-        if enlisted is None:
-            return self.safe.store.row("HOLDER", **keys)
-        return next(iter(self.safe.store.enlisted_rows(enlisted, "HOLDER", **keys)), None)
-
-    def _not_accepted(self, params: dict[str, Any], enlisted: Enlisted | None) -> Exception:
-        """Why the accepting statement took nothing: a job holds the id or the key, or a limit is reached."""
-        holder = self._holder(params, enlisted)
-        if holder is None:
-            refused = None if params["admitted"] else self.safe.admission.refusal(params)
-            return refused or StoreUnavailable("the key is being taken or released at this very moment; try again")
-        if holder.task != params["task"] or holder.args_digest != params["digest"]:
-            what = f"idempotency key {params['key']!r}" if params["key"] and holder.id != params["id"] else "task id"
-            return IdempotencyConflict(
-                f"{what} belongs to job {holder.id} ({holder.task}, {holder.status}) with another task or other "
-                "arguments; that job is unchanged, and nothing was enqueued",
-                job_id=holder.id,
-            )
-        if (
-            enlisted is None
-            and holder.status in {s.value for s in TERMINAL}
-            and holder.settled
-            and holder.seq is not None
-        ):
-            self._refresh_result(holder.id)
-        return _AlreadyAccepted(holder.id)
-
-    def _refresh_result(self, job_id: str) -> None:
-        """The backend may have forgotten a finished job's result: deliver its end once more."""
-        try:
-            if self.app.backend.get_state(job_id) == states.PENDING and not self._ignores(job_id):
-                self.safe.store.rows("UNSETTLE", id=job_id)
-        except Exception:
-            logger.debug("the result of job %s could not be checked", job_id, exc_info=True)
-
-    def _ignores(self, job_id: str) -> bool:
-        row = self.safe.store.row("JOB", id=job_id)
-        return row is None or not row.settle
 
     # -- from the row to the broker ------------------------------------------------------------------------------------
 
@@ -563,79 +392,6 @@ def _continues(job: ActiveJob | None) -> bool:
     if job is not None or not isinstance(sender and sender._get_current_object(), SafeTask):
         return False
     return bool(sender.request.id and not sender.request.called_directly)
-
-
-def _key_busy(params: dict[str, Any]) -> AdmissionRejected:
-    return AdmissionRejected(
-        f"idempotency key {params['key']!r} (or task id) is held by a transaction that has not ended; nothing was "
-        "enqueued: try again when it has",
-        reason="idempotency_key_busy",
-        retry_after=1.0,
-    )
-
-
-class _Accepted:
-    def __init__(self, seq: int, publish: bool) -> None:
-        self.seq = seq
-        self.publish = publish
-
-
-def _key(key: Any, headers: Mapping[str, Any]) -> str | None:
-    """The idempotency key; a key given to a group names the canvas, and its members get ``<key>:<index>``."""
-    if key is None:
-        return None
-    if isinstance(key, str) and key and headers.get("group") and headers.get("group_index") is not None:
-        key = f"{key}:{headers['group_index']}"
-    if not canonical.is_text(key):
-        raise PayloadInvalid(f"idempotency_key must be a non-empty string, not {key!r}; nothing was enqueued")
-    return str(key)
-
-
-def _check_options(ours: Mapping[str, Any]) -> None:
-    """Refuse options of ours that mean nothing, by name, before anything is written."""
-
-    def bad(name: str, what: str) -> PayloadInvalid:
-        return PayloadInvalid(f"{name} must be {what}, not {ours[name]!r}; nothing was enqueued")
-
-    for name in ("tenant", "pool"):
-        value = ours.get(name)
-        if value is not None and not canonical.is_text(value):
-            raise bad(name, "a non-empty string")
-    attempts = ours.get("max_attempts")
-    if attempts is not None and (isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1):
-        raise bad("max_attempts", "a whole number of at least 1")
-    age = seconds(ours.get("max_age"))
-    if age is not None and (isinstance(age, bool) or not isinstance(age, (int, float)) or not age > 0):
-        raise bad("max_age", "a number of seconds greater than 0")
-
-
-def _max_attempts(ours: dict[str, Any], task: Any, default: int) -> int:
-    """Explicit, else enough for a ``max_retries`` that the task sets itself, else the setting."""
-    given = ours.get("max_attempts") or getattr(task, "max_attempts", None)
-    if given:
-        return int(given)
-    if task is None:
-        return default
-    if not any("max_retries" in vars(cls) for cls in type(task).__mro__ if not cls.__module__.startswith("celery.")):
-        return default  # Celery's own default says nothing about this task
-    return UNBOUNDED_ATTEMPTS if task.max_retries is None else max(default, int(task.max_retries) + 1)
-
-
-def _time(app: Celery, value: Any) -> datetime | None:
-    if value is None:
-        return None
-    try:
-        found = maybe_iso8601(value)
-        return maybe_make_aware(found, app.timezone if not app.conf.enable_utc else None)  # type: ignore[no-any-return]
-    except (TypeError, ValueError, AttributeError) as exc:
-        raise PayloadInvalid(f"{value!r} is not a time ({exc}); nothing was enqueued") from exc
-
-
-def _queue_name(app: Celery, options: dict[str, Any]) -> str | None:
-    queue = options.get("queue")
-    if queue is None and not options.get("exchange"):
-        queue = app.conf.task_default_queue
-    return str(queue) if queue else str(options.get("routing_key") or "") or None
 
 
 __all__ = ["Publisher", "as_is"]

@@ -41,15 +41,31 @@ class Enlisted:
             return cursor.fetchall()
 
     @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Several statements that stand or fall together within the caller's transaction."""
+        if self._without_transaction:
+            with self.connection.transaction():
+                yield
+            return
+        with self.connection.cursor() as cursor, self._savepoint(cursor):
+            yield
+
+    @property
+    def _without_transaction(self) -> bool:
+        """Django outside ``atomic()``: each statement is its own transaction."""
+        idle = self.connection.info.transaction_status == pq.TransactionStatus.IDLE
+        return self.connection.autocommit and idle
+
+    @contextlib.contextmanager
     def _savepoint(self, cursor: psycopg.Cursor[Any]) -> Iterator[None]:
-        if self.connection.autocommit and self.connection.info.transaction_status == pq.TransactionStatus.IDLE:
-            yield  # Django outside atomic(): each statement is its own transaction
+        if self._without_transaction:
+            yield
             return
         cursor.execute("SAVEPOINT safe_effects")
         try:
             # Nobody waits long for a key that another open transaction holds.
-            row = cursor.execute("SELECT current_setting('lock_timeout') AS before").fetchone()
-            before = row.before if row is not None else "0"
+            row: Any = cursor.execute("SELECT current_setting('lock_timeout') AS before").fetchone()
+            before = row[0] if row is not None else "0"
             cursor.execute("SELECT set_config('lock_timeout', %s, true)", (LOCK_TIMEOUT,))
             yield
         except BaseException:

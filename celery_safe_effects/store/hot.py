@@ -6,9 +6,10 @@ intents and outcomes by their nonce, so a repetition finds its own work done.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -19,7 +20,7 @@ from ..address import quote_schema
 from ..config import Config
 from ..errors import SchemaMismatch, StoreUnavailable
 from . import migrate, statements
-from .connection import Connections
+from .connection import Connections, DeadlineConnection
 from .enlist import Enlisted
 
 Row = Any
@@ -97,7 +98,7 @@ class Store:
         self.sql = {
             name: text.replace("{s}", schema).replace("{async}", commit)
             for name, text in vars(statements).items()
-            if name.isupper() and not name.startswith("_")
+            if isinstance(text, str) and name.isupper() and not name.startswith("_")
         }
 
     # -- running statements -------------------------------------------------------------------------------------------
@@ -110,22 +111,39 @@ class Store:
             SchemaMismatch: when the schema is not the one that this library knows.
             psycopg.Error: what the database answered.
         """
-        with self.connections.connection() as conn:
-            cursor = conn.cursor(row_factory=namedtuple_row)
-            try:
-                cursor.execute(self.sql[statement], params, prepare=conn.prepare_threshold is not None)
-            except WRONG_SCHEMA as exc:
-                raise SchemaMismatch(
-                    f"schema {self.config.schema!r} is missing or of another version ({str(exc).splitlines()[0]}): "
-                    "run `celery -A yourproject safe-effects upgrade`"
-                ) from exc
-            except psycopg.Error as exc:
-                if not _not_now(exc):
-                    raise
-                if exc.sqlstate in NOT_HERE:
-                    conn.close()  # the next one may reach the primary
-                raise StoreUnavailable(f"PostgreSQL cannot take this now: {str(exc).strip()}") from exc
-            return cursor.fetchall()
+        with self.connections.connection() as conn, self._in_our_words(conn):
+            return self._execute(conn, statement, params)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Callable[..., list[Row]]]:
+        """Several statements that commit or vanish together; gives what runs one, as :meth:`rows` does.
+
+        Raises:
+            As :meth:`rows`, also from the commit at the end.
+        """
+        with self.connections.connection() as conn, self._in_our_words(conn), conn.transaction():
+            yield lambda statement, /, **params: self._execute(conn, statement, params)
+
+    def _execute(self, conn: DeadlineConnection, statement: str, params: dict[str, Any]) -> list[Row]:
+        cursor = conn.cursor(row_factory=namedtuple_row)
+        cursor.execute(self.sql[statement], params, prepare=conn.prepare_threshold is not None)
+        return cursor.fetchall()
+
+    @contextlib.contextmanager
+    def _in_our_words(self, conn: DeadlineConnection) -> Iterator[None]:
+        try:
+            yield
+        except WRONG_SCHEMA as exc:
+            raise SchemaMismatch(
+                f"schema {self.config.schema!r} is missing or of another version ({str(exc).splitlines()[0]}): "
+                "run `celery -A yourproject safe-effects upgrade`"
+            ) from exc
+        except psycopg.Error as exc:
+            if not _not_now(exc):
+                raise
+            if exc.sqlstate in NOT_HERE:
+                conn.close()  # the next one may reach the primary
+            raise StoreUnavailable(f"PostgreSQL cannot take this now: {str(exc).strip()}") from exc
 
     def enlisted_rows(self, enlisted: Enlisted, statement: str, /, **params: Any) -> list[Row]:
         """Run a statement inside a caller's own transaction, which stays usable whatever it raises."""
@@ -194,11 +212,10 @@ class Store:
     def prune(self, limit: int) -> int:
         """Delete one batch of finished jobs with their operations and their log, leaving tombstones."""
         retention = self.config.retention
-        with self.connections.connection() as conn, conn.transaction(), conn.cursor() as cursor:
-            cursor.execute(self.sql["PRUNE"], {**vars(retention), "limit": limit})
-            ids = [row[0] for row in cursor.fetchall()]
+        with self.transaction() as run:
+            ids = [row.id for row in run("PRUNE", **vars(retention), limit=limit)]
             if ids:
-                cursor.execute(self.sql["PRUNE_LOG"], {"ids": ids})
+                run("PRUNE_LOG", ids=ids)
         return len(ids)
 
     # -- leases -------------------------------------------------------------------------------------------------------

@@ -28,40 +28,98 @@ OPERATION_FACTS: Final = """
 
 SCHEMA_VERSION: Final = "SELECT max(version) FROM {s}.schema_version"
 
-# 1: one row per tenant and idempotency key, and per id; a tombstone counts as a row. Durable before it is visible.
+ACCEPTED_COLUMNS: Final = {
+    "id": "text", "task": "text", "tenant": "text", "pool": "text", "queue": "text", "key": "text", "digest": "text",
+    "parent": "text", "retries": "integer", "eta": "timestamptz", "expires": "timestamptz", "limits": "jsonb",
+    "envelope": "bytea", "settle": "boolean",
+}  # fmt: skip
+"""What ACCEPT is told of each job; the rest of its parameters is said once for all of them."""
+_COLUMNS: Final = ", ".join(ACCEPTED_COLUMNS)
+
+# 1: one row per tenant and idempotency key, and per id; a tombstone counts as a row. Durable before it is visible. 10:
+# and only if the tenant's queue has room, which is counted under the tenant's lock.
 _ACCEPT: Final = """
 INSERT INTO {s}.job AS j (id, task, tenant, pool, queue, idempotency_key, args_digest, parent_id, retries,
     max_attempts, eta, run_after, expires_at, gives_up_at, envelope, settle, created_by, next_publish_at)
-SELECT %(id)s, %(task)s, %(tenant)s, %(pool)s, %(queue)s, %(key)s, %(digest)s, %(parent)s, %(retries)s,
-    (l.given ->> 'max_attempts')::integer, %(eta)s::timestamptz, %(eta)s::timestamptz, %(expires)s::timestamptz,
-    clock_timestamp() + (l.given ->> 'max_age')::float8 * interval '1 second', %(envelope)s, %(settle)s, %(actor)s,
-    CASE WHEN %(eta)s::timestamptz > clock_timestamp() + %(lead)s::float8 * interval '1 second'
-         THEN %(eta)s::timestamptz
+SELECT r.id, r.task, r.tenant, r.pool, r.queue, r.key, r.digest, r.parent, r.retries,
+    (r.given ->> 'max_attempts')::integer, r.eta, r.eta, r.expires,
+    clock_timestamp() + (r.given ->> 'max_age')::float8 * interval '1 second', r.envelope, r.settle, %(actor)s,
+    CASE WHEN r.eta > clock_timestamp() + %(lead)s::float8 * interval '1 second' THEN r.eta
          ELSE clock_timestamp() + %(republish)s::float8 * interval '1 second' END
-  FROM (SELECT {s}.limits_for(%(tenant)s, %(task)s, NULL, %(limits)s::jsonb) AS given) l
- WHERE set_config('lock_timeout', '2s', true) IS NOT NULL  -- a key in another's open transaction: refuse, do not hang
-   AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.id = %(id)s)
-   AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.tenant = %(tenant)s AND t.idempotency_key = %(key)s)
-   AND CASE WHEN {admitted} OR l.given ->> 'tenant_queued' IS NULL THEN true
-            WHEN %(enlisted)s THEN false  -- its lock would be held as long as the caller's transaction: see RESERVE
-            ELSE {s}.queue_room(%(tenant)s, (l.given ->> 'tenant_queued')::integer) > 0 END
+  FROM (SELECT a.*, {s}.limits_for(a.tenant, a.task, NULL, a.limits) AS given FROM {asked} a OFFSET 0) r
+ WHERE set_config('lock_timeout', %(patience)s, true) IS NOT NULL  -- a key in an open transaction: do not hang
+   AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.id = r.id)
+   AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.tenant = r.tenant AND t.idempotency_key = r.key)
+   AND {room}
 ON CONFLICT DO NOTHING
-RETURNING j.seq, coalesce(j.eta <= clock_timestamp() + %(lead)s::float8 * interval '1 second', true) AS publish
+RETURNING j.id, j.seq, coalesce(j.eta <= clock_timestamp() + %(lead)s::float8 * interval '1 second', true) AS publish
 """
-ACCEPT: Final = _ACCEPT.replace("{admitted}", "%(admitted)s")
+# The same statement over one row and over arrays. What it returns is accepted; who holds the id or the key of the
+# others, HOLDERS says, and which limit refused them, QUEUED.
+_ONE: Final = "(SELECT " + ", ".join(f"%({name})s::{kind} AS {name}" for name, kind in ACCEPTED_COLUMNS.items()) + ")"
+_MANY: Final = (
+    "SELECT * FROM unnest("
+    + ", ".join(f"%({name})s::{kind}[]" for name, kind in ACCEPTED_COLUMNS.items())
+    + f")\n        WITH ORDINALITY AS a ({_COLUMNS}, n)"
+)
+# Places in the queues of limited tenants, for those who are new. In one order of tenants, or two batches could wait
+# for each other.
+_ROOM: Final = """
+free AS MATERIALIZED (
+    SELECT t.tenant, {s}.queue_room(t.tenant, t.most) AS places
+      FROM (SELECT k.tenant,
+                   min(({s}.limits_for(k.tenant, k.task, NULL, k.limits) ->> 'tenant_queued')::integer) AS most
+              FROM (SELECT DISTINCT a.tenant, a.task, a.limits FROM asked a) k GROUP BY k.tenant ORDER BY k.tenant) t
+     WHERE t.most IS NOT NULL AND NOT {waived}
+), place AS MATERIALIZED (
+    SELECT a.n, count(*) OVER (PARTITION BY a.tenant ORDER BY a.n) <= f.places AS is_free
+      FROM asked a JOIN free f ON f.tenant = a.tenant
+     WHERE NOT EXISTS (SELECT FROM {s}.job j WHERE j.id = a.id)
+       AND NOT EXISTS (SELECT FROM {s}.job j WHERE j.tenant = a.tenant AND j.idempotency_key = a.key)
+)"""
+_HAS_PLACE: Final = """(NOT EXISTS (SELECT FROM free f WHERE f.tenant = r.tenant)
+        OR EXISTS (SELECT FROM place p WHERE p.n = r.n AND p.is_free))"""
+ACCEPT: Final = _ACCEPT.replace("{asked}", _ONE).replace(
+    "{room}",
+    """CASE WHEN %(admitted)s OR r.given ->> 'tenant_queued' IS NULL THEN true
+            WHEN %(enlisted)s THEN false  -- its lock would be held as long as the caller's transaction: see RESERVE
+            ELSE {s}.queue_room(r.tenant, (r.given ->> 'tenant_queued')::integer) > 0 END""",
+)
+ACCEPT_MANY: Final = (
+    "WITH asked AS MATERIALIZED ("
+    + _MANY
+    + "),"
+    + _ROOM.replace("{waived}", "(%(admitted)s OR %(enlisted)s)")
+    + _ACCEPT.replace("{asked}", "asked").replace(
+        "{room}", "CASE WHEN %(enlisted)s AND NOT %(admitted)s THEN r.given ->> 'tenant_queued' IS NULL\n"
+        "            ELSE " + _HAS_PLACE + " END"
+    )
+)  # fmt: skip
 
-# 10: a place in the tenant's queue for a job that a caller's transaction will insert: committed before, on its own.
-RESERVE: Final = """
+# 10: places in the tenants' queues for jobs that a caller's transaction will insert: committed before, on their own.
+RESERVE: Final = (
+    """
+WITH asked AS MATERIALIZED (
+    SELECT * FROM unnest(%(id)s::text[], %(tenant)s::text[], %(task)s::text[], %(key)s::text[], %(limits)s::jsonb[])
+        WITH ORDINALITY AS a (id, tenant, task, key, limits, n)
+),"""
+    + _ROOM.replace("{waived}", "false")
+    + """
 INSERT INTO {s}.reservation (job_id, tenant, lapses_at)
-SELECT %(id)s, %(tenant)s, clock_timestamp() + %(lapse)s::float8 * interval '1 second'
-  FROM (SELECT ({s}.limits_for(%(tenant)s, %(task)s, NULL, %(limits)s::jsonb) ->> 'tenant_queued')::integer AS most) l
- WHERE l.most IS NULL OR {s}.queue_room(%(tenant)s, l.most) > 0
+SELECT r.id, r.tenant, clock_timestamp() + %(lapse)s::float8 * interval '1 second' FROM asked r
+ WHERE """
+    + _HAS_PLACE
+    + """
 ON CONFLICT (job_id) DO UPDATE SET lapses_at = excluded.lapses_at
 RETURNING job_id, {async} AS a
 """
-ACCEPT_RESERVED: Final = """
-WITH kept AS (DELETE FROM {s}.reservation r WHERE r.job_id = %(id)s RETURNING r.job_id)
-""" + _ACCEPT.replace("{admitted}", "EXISTS (SELECT FROM kept)")
+)
+ACCEPT_RESERVED: Final = (
+    "WITH kept AS (DELETE FROM {s}.reservation r WHERE r.job_id = ANY (%(id)s) RETURNING r.job_id),\nasked AS ("
+    + _MANY
+    + ")"
+    + _ACCEPT.replace("{asked}", "asked").replace("{room}", "EXISTS (SELECT FROM kept k WHERE k.job_id = r.id)")
+)
 # Nobody came for these.
 REAP_RESERVATIONS: Final = """
 DELETE FROM {s}.reservation WHERE job_id IN (
@@ -120,14 +178,17 @@ SELECT 'pool', j.pool, 0, count(*) FROM {s}.job j
 """
 LIMITS: Final = "SELECT scope, value::text AS value, updated_at, updated_by FROM {s}.limits ORDER BY scope"
 
-# Who holds the id or the key that ACCEPT did not get.
-HOLDER: Final = """
-SELECT j.id, j.task, j.args_digest, j.status, j.seq, j.settled_at IS NOT NULL AS settled
-  FROM {s}.job j WHERE j.id = %(id)s OR (j.tenant = %(tenant)s AND j.idempotency_key = %(key)s)
-UNION ALL
-SELECT t.id, t.task, t.args_digest, t.status, NULL, true
-  FROM {s}.tombstone t WHERE t.id = %(id)s OR (t.tenant = %(tenant)s AND t.idempotency_key = %(key)s)
-LIMIT 1
+# Who holds the ids or the keys that ACCEPT did not get; in the order of the question.
+HOLDERS: Final = """
+SELECT r.n::integer - 1 AS n, h.*
+  FROM unnest(%(id)s::text[], %(tenant)s::text[], %(key)s::text[]) WITH ORDINALITY AS r (id, tenant, key, n)
+ CROSS JOIN LATERAL (
+    SELECT j.id, j.task, j.args_digest, j.status, j.seq, j.settled_at IS NOT NULL AS settled
+      FROM {s}.job j WHERE j.id = r.id OR (j.tenant = r.tenant AND j.idempotency_key = r.key)
+    UNION ALL
+    SELECT t.id, t.task, t.args_digest, t.status, NULL, true
+      FROM {s}.tombstone t WHERE t.id = r.id OR (t.tenant = r.tenant AND t.idempotency_key = r.key)
+    LIMIT 1) h
 """
 
 # The first delivery did not happen: let the sweeper try soon.

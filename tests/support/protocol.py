@@ -54,6 +54,7 @@ class Protocol:
             "settle": True,
             "actor": "producer",
             "lead": 5.0,
+            "patience": "2s",
             "republish": 60.0,
         }
         params |= changed

@@ -1,0 +1,568 @@
+"""Acceptance: the row of a job is durable before its message is published, for one job and for thousands alike."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import psycopg
+from celery import current_task, states
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+from kombu.exceptions import EncodeError
+
+from .. import canonical, signals
+from ..engine import current
+from ..engine.job import ActiveJob
+from ..engine.lease import clock
+from ..errors import (
+    AcceptanceUnknown,
+    AdmissionRejected,
+    IdempotencyConflict,
+    PayloadInvalid,
+    PayloadTooLarge,
+    SafeEffectsError,
+    StoreUnavailable,
+)
+from ..states import TERMINAL
+from ..store.enlist import Enlisted
+from ..store.statements import ACCEPTED_COLUMNS
+from ..values import seconds
+from .envelope import MARK, Envelope, Mark
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from ..app import SafeEffects
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TENANT: Final = "default"
+UNBOUNDED_ATTEMPTS: Final = 2**31 - 1
+ACCEPT_TRIES: Final = 3
+LOCK_TIMEOUT: Final = "2s"
+"""How long a call waits for an id or a key that another's open transaction holds."""
+LOCK_TIMEOUT_OF_MANY: Final = "200ms"
+"""The same in a batch, in which others wait, too."""
+PATIENCE_WITH_KEYS: Final = 5.0
+"""Seconds that a batch spends on finding out which of its keys are held."""
+
+Run = Callable[..., list[Any]]
+"""Runs a statement by its name: in a transaction of its own, in a larger one, or in a caller's."""
+
+
+class Candidate(NamedTuple):
+    """A message that asks for a row.
+
+    Attributes:
+        envelope: the message.
+        params: what the statement ``ACCEPT`` needs to know of it.
+    """
+
+    envelope: Envelope
+    params: dict[str, Any]
+
+    @property
+    def id(self) -> str:
+        return self.envelope.id
+
+    @property
+    def key(self) -> tuple[str, str] | None:
+        """What else is one row alone: the tenant and the idempotency key."""
+        key = self.params["key"]
+        return None if key is None else (self.params["tenant"], key)
+
+    def mark(self, seq: int) -> Mark:
+        return Mark(seq, 0, self.params["digest"], self.params["tenant"])
+
+
+class Verdict(NamedTuple):
+    """What became of a candidate.
+
+    Attributes:
+        status: ``accepted``, ``existing``, ``refused``, or ``unknown`` (the database did not say).
+        job_id: the job's id; of an existing one, the id that it has had.
+        seq: the row's sequence number.
+        publish: whether the message goes out now; a later ETA waits in PostgreSQL.
+        told: whether the existing job has ended, and Celery knows.
+        error: why it was refused, or cannot be known.
+    """
+
+    status: str
+    job_id: str
+    seq: int | None = None
+    publish: bool = False
+    told: bool = False
+    error: Exception | None = None
+
+
+class Door(NamedTuple):
+    """The terms on which candidates come in.
+
+    Attributes:
+        actor: who is named in the log.
+        enlisted: a caller's transaction, with which they commit or vanish.
+        admitted: whether it is work that was accepted before, which no limit refuses.
+    """
+
+    actor: str = "producer"
+    enlisted: Enlisted | None = None
+    admitted: bool = False
+
+
+class AlreadyAccepted(Exception):
+    """Internal: the id or key belongs to an existing job of the same call; nothing is published."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(job_id)
+        self.job_id = job_id
+
+
+class Acceptance:
+    """Makes rows of messages.
+
+    Arguments:
+        safe: the composition root.
+    """
+
+    def __init__(self, safe: SafeEffects) -> None:
+        self.safe = safe
+        self.app: Celery = safe.app
+
+    # -- what the statement is told ------------------------------------------------------------------------------------
+
+    def candidate(
+        self, envelope: Envelope, ours: Mapping[str, Any], *, parent: ActiveJob | None = None, limit: int | None = None
+    ) -> Candidate:
+        """Check and encode a message; nothing is asked of the database.
+
+        Arguments:
+            envelope: the message.
+            ours: the library's own options of the call.
+            parent: the job whose body sends it.
+            limit: the most bytes; the setting's unless given.
+
+        Raises:
+            PayloadInvalid, PayloadTooLarge: it can never be accepted.
+        """
+        config = self.safe.config
+        _check_options(ours)
+        task = self.app.tasks.get(envelope.task)
+        serializer = envelope.options.get("serializer") or self.app.conf.task_serializer
+        try:
+            data = envelope.encode(serializer)
+        except (EncodeError, TypeError, ValueError) as exc:
+            raise PayloadInvalid(
+                f"the arguments of {envelope.task} cannot be encoded as {serializer}: {exc}; nothing was enqueued"
+            ) from exc
+        if len(data) > (limit or config.max_payload):
+            error = PayloadTooLarge(
+                f"the message of {envelope.task} is {len(data)} bytes, more than safe_effects_max_payload "
+                f"({config.max_payload}); nothing was enqueued: pass a reference instead of the data",
+                reason="payload_too_large",
+                limit=config.max_payload,
+                current=len(data),
+            )
+            self._tell_refusals([(envelope.task, error)])
+            raise error
+        params = {
+            "id": envelope.id,
+            "task": envelope.task,
+            "tenant": self.tenant(ours, envelope.task),
+            "pool": ours.get("pool") or getattr(task, "pool", None),
+            "queue": _queue_name(self.app, envelope.options),
+            "key": key_of(ours.get("idempotency_key"), envelope.headers),
+            "digest": envelope.digest(data),
+            "parent": parent.id if parent is not None else envelope.headers.get("parent_id"),
+            "retries": int(envelope.headers.get("retries") or 0),
+            "eta": time_of(self.app, envelope.headers.get("eta")),
+            "expires": time_of(self.app, envelope.headers.get("expires")),
+            "limits": self.safe.admission.given(
+                {
+                    "max_attempts": _max_attempts(ours, task, self.safe.admission.common["max_attempts"]),
+                    "max_age": seconds(ours.get("max_age") or getattr(task, "max_age", None)),
+                },
+            ),
+            "envelope": data,
+            "settle": envelope.needs_settling,
+        }
+        return Candidate(envelope, params)
+
+    def tenant(self, ours: Mapping[str, Any], name: str) -> str:
+        """Given, else inherited from the job that sends it, else the task's, else the default."""
+        if ours.get("tenant"):
+            return str(ours["tenant"])
+        job = current.job()
+        if job is not None:
+            return job.tenant
+        sender = current_task
+        if sender:
+            mark = Mark.of(getattr(sender.request, MARK, None))
+            if mark is not None:
+                return mark.tenant
+        task = self.app.tasks.get(name)
+        return str(getattr(task, "tenant", None) or DEFAULT_TENANT)
+
+    # -- each for itself -----------------------------------------------------------------------------------------------
+
+    def accept(
+        self,
+        candidates: Sequence[Candidate],
+        door: Door | None = None,
+        *,
+        tries: int = ACCEPT_TRIES,
+    ) -> list[Verdict]:
+        """Make rows durable, each with its own verdict: none hurts another.
+
+        Arguments:
+            candidates: what asks for a row; two of one id or key are as two calls in this order.
+            door: on which terms.
+            tries: how often a statement is sent whose reply was lost.
+
+        Returns:
+            a verdict for each, in order.
+
+        Raises:
+            SchemaMismatch, psycopg.Error: what no candidate is to blame for.
+        """
+        door = door or Door()
+        ask = functools.partial(self._ask, door, tries=tries, give_up=clock() + PATIENCE_WITH_KEYS)
+        found = _in_order(candidates, ask)
+        self._tell_refusals(
+            [
+                (candidate.envelope.task, verdict.error)
+                for candidate, verdict in zip(candidates, found, strict=True)
+                if isinstance(verdict.error, AdmissionRejected)
+            ]
+        )
+        return self._tell(found, door)
+
+    def _ask(self, door: Door, candidates: list[Candidate], *, tries: int, give_up: float) -> list[Verdict]:
+        """The accepting statement; repeated under the same ids if its reply was lost."""
+        sent = False
+        for attempt in range(tries):
+            try:
+                return self._statement(self._run(door), door, candidates, sent)
+            except (psycopg.errors.LockNotAvailable, psycopg.DataError) as exc:
+                busy = isinstance(exc, psycopg.errors.LockNotAvailable)
+                if len(candidates) == 1 or (busy and clock() >= give_up):
+                    return [_refused(candidate, _blame(exc), exc) for candidate in candidates]
+                # One of them cannot be stored, or waits for another's open transaction: find it, for the others' sake.
+                half = len(candidates) // 2
+                ask = functools.partial(self._ask, door, tries=tries, give_up=give_up)
+                return ask(candidates[:half]) + ask(candidates[half:])
+            except StoreUnavailable as exc:
+                if door.enlisted is not None:
+                    raise
+                return [_unsaid(candidate, exc) if sent else _refused(candidate, exc) for candidate in candidates]
+            except psycopg.OperationalError as exc:
+                if door.enlisted is not None:
+                    raise
+                sent = True
+                if attempt == tries - 1 or isinstance(exc, psycopg.errors.QueryCanceled):
+                    return [_unsaid(candidate, exc) for candidate in candidates]
+        raise AssertionError("unreachable")
+
+    # -- all or none ---------------------------------------------------------------------------------------------------
+
+    def accept_whole(
+        self,
+        candidates: Sequence[Candidate],
+        door: Door | None = None,
+        *,
+        also: Callable[[Run], object] | None = None,
+    ) -> list[Verdict]:
+        """Make rows durable together; where one is refused, there is none.
+
+        Arguments:
+            candidates: what asks for a row.
+            door: on which terms.
+            also: writes more into the same transaction.
+
+        Returns:
+            a verdict for each, in order: ``accepted`` or ``existing``, under its own id.
+
+        Raises:
+            IdempotencyConflict, AdmissionRejected, PayloadInvalid, StoreUnavailable: nothing was written.
+            AcceptanceUnknown: the database did not say; it is all or nothing nevertheless.
+        """
+        door = door or Door()
+        sent = False
+        for attempt in range(ACCEPT_TRIES):
+            try:
+                with self._unit(door) as run:
+                    found = _in_order(candidates, lambda now: self._statement(run, door, now, sent))  # noqa: B023
+                    for candidate, verdict in zip(candidates, found, strict=True):
+                        self._must_stand(candidate, verdict)
+                    if also is not None:
+                        also(run)
+                return self._tell(found, door)
+            except (psycopg.errors.LockNotAvailable, psycopg.DataError) as exc:
+                raise _blame(exc) from exc
+            except StoreUnavailable as exc:
+                if door.enlisted is not None or not sent:
+                    raise
+                raise acceptance_unknown(candidates[0].id, exc) from exc
+            except psycopg.OperationalError as exc:
+                if door.enlisted is not None:
+                    raise
+                sent = True
+                if attempt == ACCEPT_TRIES - 1 or isinstance(exc, psycopg.errors.QueryCanceled):
+                    raise acceptance_unknown(candidates[0].id, exc) from exc
+        raise AssertionError("unreachable")
+
+    # -- the statement -------------------------------------------------------------------------------------------------
+
+    def _run(self, door: Door) -> Run:
+        if door.enlisted is None:
+            return self.safe.store.rows
+        return functools.partial(self.safe.store.enlisted_rows, door.enlisted)
+
+    @contextlib.contextmanager
+    def _unit(self, door: Door) -> Iterator[Run]:
+        if door.enlisted is None:
+            with self.safe.store.transaction() as run:
+                yield run
+        else:
+            with door.enlisted.whole():
+                yield self._run(door)
+
+    def _statement(self, run: Run, door: Door, candidates: list[Candidate], sent: bool) -> list[Verdict]:
+        """One row or many in one statement; then, only for those that it did not take, why."""
+        config = self.safe.config
+        once = {
+            "actor": door.actor,
+            "admitted": door.admitted,
+            "enlisted": door.enlisted is not None,
+            "lead": config.sweep_interval,
+            # An enlisted job is due as soon as its commit makes it visible.
+            "republish": config.republish_after if door.enlisted is None else 0.0,
+        }
+        if len(candidates) == 1:
+            rows = run("ACCEPT", **candidates[0].params, **once, patience=LOCK_TIMEOUT)
+        else:
+            rows = run("ACCEPT_MANY", **_columns(candidates), **once, patience=LOCK_TIMEOUT_OF_MANY)
+        accepted = {row.id: row for row in rows}
+        others = [candidate for candidate in candidates if candidate.id not in accepted]
+        holders = self._holders(run, others) if others else {}
+        unheld = [candidate for candidate in others if candidate.id not in holders]
+        if unheld and door.enlisted is not None and not door.admitted:
+            free = self.safe.admission.reserve([candidate.params for candidate in unheld])
+            kept = _columns([candidate for candidate in unheld if candidate.id in free])
+            if free:
+                rows = run("ACCEPT_RESERVED", **kept, **once, patience=LOCK_TIMEOUT_OF_MANY)
+                accepted.update((row.id, row) for row in rows)
+        verdicts = []
+        refusals: dict[str, Exception | None] = {}
+        for candidate in candidates:
+            row, holder = accepted.get(candidate.id), holders.get(candidate.id)
+            if row is not None:
+                verdicts.append(Verdict("accepted", candidate.id, row.seq, row.publish))
+            elif holder is not None:
+                verdicts.append(_held(candidate, holder, sent))
+            else:
+                verdicts.append(_refused(candidate, self._why(candidate, door, refusals)))
+        return verdicts
+
+    def _holders(self, run: Run, candidates: list[Candidate]) -> dict[str, Any]:
+        columns = {name: [candidate.params[name] for candidate in candidates] for name in ("id", "tenant", "key")}
+        try:
+            rows = run("HOLDERS", **columns)
+        except StoreUnavailable:
+            return {}  # the others are accepted, which must not be lost
+        return {candidates[row.n].id: row for row in rows}
+
+    def _why(self, candidate: Candidate, door: Door, known: dict[str, Exception | None]) -> Exception:
+        """Why the statement took nothing, though nobody holds the id or the key."""
+        tenant = candidate.params["tenant"]
+        if tenant not in known:
+            known[tenant] = None if door.admitted else self.safe.admission.refusal(candidate.params)
+        return known[tenant] or StoreUnavailable("the key is being taken or released at this very moment; try again")
+
+    def holder(self, tenant: str, key: str) -> Any:
+        """Who holds an idempotency key; ``None`` if nobody does."""
+        return self.safe.store.row("HOLDERS", id=[""], tenant=[tenant], key=[key])
+
+    # -- afterwards ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, verdicts: list[Verdict], door: Door) -> list[Verdict]:
+        if door.enlisted is None:
+            self.safe.announce(door.actor, *(verdict.job_id for verdict in verdicts if verdict.status == "accepted"))
+            for verdict in verdicts:
+                if verdict.told:
+                    self._remind(verdict.job_id)
+        return verdicts
+
+    def _tell_refusals(self, refused: list[tuple[str, AdmissionRejected]]) -> None:
+        for reason, times in Counter(error.reason for _, error in refused).items():
+            self.safe.count("admission_refusals", reason, times)
+        for task, error in refused:
+            signals.admission_rejected.send(sender=task, error=error)
+
+    def _must_stand(self, candidate: Candidate, verdict: Verdict) -> None:
+        """In a whole, every member stands under the id by which the others know it."""
+        if isinstance(verdict.error, AdmissionRejected):
+            self._tell_refusals([(candidate.envelope.task, verdict.error)])
+        if verdict.error is not None:
+            raise verdict.error
+        if verdict.job_id != candidate.id:
+            raise IdempotencyConflict(
+                f"idempotency key {candidate.params['key']!r} belongs to job {verdict.job_id}, which is no member of "
+                "this canvas; nothing was enqueued: to find a canvas again, give idempotency_key= to the canvas itself",
+                job_id=verdict.job_id,
+            )
+
+    def _remind(self, job_id: str) -> None:
+        """The backend may have forgotten a finished job's result: deliver its end once more."""
+        try:
+            if self.app.backend.get_state(job_id) == states.PENDING:
+                row = self.safe.store.row("JOB", id=job_id)
+                if row is not None and row.settle:
+                    self.safe.store.rows("UNSETTLE", id=job_id)
+        except Exception:
+            logger.debug("the result of job %s could not be checked", job_id, exc_info=True)
+
+
+def _in_order(candidates: Sequence[Candidate], ask: Callable[[list[Candidate]], list[Verdict]]) -> list[Verdict]:
+    """Ask for all at once, but for the second of one id or key only after the first."""
+    if len(candidates) == 1:
+        return ask(list(candidates))
+    verdicts: dict[int, Verdict] = {}
+    waiting = list(enumerate(candidates))
+    while waiting:
+        now: list[tuple[int, Candidate]] = []
+        later: list[tuple[int, Candidate]] = []
+        seen: set[Any] = set()
+        for place, candidate in waiting:
+            names = {candidate.id, candidate.key} - {None}
+            (later if names & seen else now).append((place, candidate))
+            seen |= names
+        found = ask([candidate for _, candidate in now])
+        verdicts.update(zip((place for place, _ in now), found, strict=True))
+        waiting = later
+    return [verdicts[place] for place in range(len(candidates))]
+
+
+def _columns(candidates: Sequence[Candidate]) -> dict[str, list[Any]]:
+    return {name: [candidate.params[name] for candidate in candidates] for name in ACCEPTED_COLUMNS}
+
+
+def _held(candidate: Candidate, holder: Any, sent: bool) -> Verdict:
+    """The id or the key has a row already: the same call's, or another's."""
+    params = candidate.params
+    if holder.task != params["task"] or holder.args_digest != params["digest"]:
+        what = f"idempotency key {params['key']!r}" if params["key"] and holder.id != params["id"] else "task id"
+        error = IdempotencyConflict(
+            f"{what} belongs to job {holder.id} ({holder.task}, {holder.status}) with another task or other "
+            "arguments; that job is unchanged, and nothing was enqueued",
+            job_id=holder.id,
+        )
+        return _refused(candidate, error)
+    if sent and holder.id == candidate.id and holder.seq is not None:
+        return Verdict("accepted", holder.id, holder.seq, True)  # the first try got through; only its reply was lost
+    over = holder.status in {s.value for s in TERMINAL} and holder.settled and holder.seq is not None
+    return Verdict("existing", holder.id, told=over)
+
+
+def _refused(candidate: Candidate, error: Exception, cause: BaseException | None = None) -> Verdict:
+    if cause is not None:
+        error.__cause__ = cause
+    return Verdict("refused", candidate.id, error=error)
+
+
+def _unsaid(candidate: Candidate, exc: BaseException) -> Verdict:
+    error = acceptance_unknown(candidate.id, exc)
+    error.__cause__ = exc
+    return Verdict("unknown", candidate.id, error=error)
+
+
+def acceptance_unknown(job_id: str, exc: BaseException) -> AcceptanceUnknown:
+    """The error of a call that the database has not answered."""
+    return AcceptanceUnknown(
+        f"the database did not confirm job {job_id} ({str(exc).strip()}); enqueue again with task_id={job_id!r} "
+        "or the same idempotency key: if it was accepted, the same job is returned",
+        job_id=job_id,
+    )
+
+
+def _blame(exc: psycopg.Error) -> SafeEffectsError:
+    """What an error of the accepting statement says of its candidate, or of one of its candidates."""
+    if isinstance(exc, psycopg.errors.LockNotAvailable):
+        return AdmissionRejected(
+            "the idempotency key or task id (in a batch: or one that was asked for together with it) is held by a "
+            "transaction that has not ended; nothing was enqueued: try again when it has",
+            reason="idempotency_key_busy",
+            retry_after=1.0,
+        )
+    return PayloadInvalid(f"the database cannot store the job: {str(exc).strip()}; nothing was enqueued")
+
+
+def key_of(key: Any, headers: Mapping[str, Any]) -> str | None:
+    """A checked idempotency key; one given to a group names the canvas, and its members get ``<key>:<index>``.
+
+    Raises:
+        PayloadInvalid: it is none.
+    """
+    if key is None:
+        return None
+    if isinstance(key, str) and key and headers.get("group") and headers.get("group_index") is not None:
+        key = f"{key}:{headers['group_index']}"
+    if not canonical.is_text(key):
+        raise PayloadInvalid(f"idempotency_key must be a non-empty string, not {key!r}; nothing was enqueued")
+    return str(key)
+
+
+def _check_options(ours: Mapping[str, Any]) -> None:
+    """Refuse options of ours that mean nothing, by name, before anything is written."""
+
+    def bad(name: str, what: str) -> PayloadInvalid:
+        return PayloadInvalid(f"{name} must be {what}, not {ours[name]!r}; nothing was enqueued")
+
+    for name in ("tenant", "pool"):
+        value = ours.get(name)
+        if value is not None and not canonical.is_text(value):
+            raise bad(name, "a non-empty string")
+    attempts = ours.get("max_attempts")
+    if attempts is not None and (isinstance(attempts, bool) or not isinstance(attempts, int) or attempts < 1):
+        raise bad("max_attempts", "a whole number of at least 1")
+    age = seconds(ours.get("max_age"))
+    if age is not None and (isinstance(age, bool) or not isinstance(age, (int, float)) or not age > 0):
+        raise bad("max_age", "a number of seconds greater than 0")
+
+
+def _max_attempts(ours: Mapping[str, Any], task: Any, default: int) -> int:
+    """Explicit, else enough for a ``max_retries`` that the task sets itself, else the setting."""
+    given = ours.get("max_attempts") or getattr(task, "max_attempts", None)
+    if given:
+        return int(given)
+    if task is None:
+        return default
+    if not any("max_retries" in vars(cls) for cls in type(task).__mro__ if not cls.__module__.startswith("celery.")):
+        return default  # Celery's own default says nothing about this task
+    return UNBOUNDED_ATTEMPTS if task.max_retries is None else max(default, int(task.max_retries) + 1)
+
+
+def time_of(app: Celery, value: Any) -> datetime | None:
+    """A time of a message.
+
+    Raises:
+        PayloadInvalid: it is none.
+    """
+    if value is None:
+        return None
+    try:
+        found = maybe_iso8601(value)
+        return maybe_make_aware(found, app.timezone if not app.conf.enable_utc else None)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, AttributeError) as exc:
+        raise PayloadInvalid(f"{value!r} is not a time ({exc}); nothing was enqueued") from exc
+
+
+def _queue_name(app: Celery, options: dict[str, Any]) -> str | None:
+    queue = options.get("queue")
+    if queue is None and not options.get("exchange"):
+        queue = app.conf.task_default_queue
+    return str(queue) if queue else str(options.get("routing_key") or "") or None
