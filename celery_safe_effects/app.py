@@ -96,7 +96,7 @@ class SafeEffects:
 
         def on_setup(sender: Any = None, instance: Any = None, **_: Any) -> None:
             if instance is not None and instance.app is app:
-                worker.prepare(self, app)
+                worker.prepare(self, app, instance.hostname)
 
         def on_told(sender: Any = None, **_: Any) -> None:
             """Celery has stored the end and sent the continuations; only then is the job settled."""
@@ -177,6 +177,8 @@ class SafeEffects:
             self.store,
             self.config,
             deliver=self.publisher.deliver,
+            ask=self.publisher.ask,
+            count=self.count,
             on_parked=self._on_parked,
             on_moved=self.announce,
             settle_tries=self.SETTLE_TRIES,
@@ -477,7 +479,8 @@ class SafeEffects:
     def republish(self, *job_ids: str) -> int:
         """Publish the stored messages of these jobs (of everything due, without arguments) now."""
         if not job_ids:
-            return self.sweeper.publish()
+            sweeper = self.sweeper
+            return sweeper.publish() + sweeper.republisher.run()
         self.publisher.soon(*job_ids)
         return self.publisher.deliver_now(*job_ids)
 

@@ -13,6 +13,7 @@ from typing import Any
 from ..config import Config
 from ..store.hot import Row, Store
 from . import process
+from .republish import Ask, Republisher
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Swept:
     parked: int = 0
     ended: int = 0
     published: int = 0
+    republished: int = 0
     gone: int = 0
     woken: int = 0
     jobs: list[str] = field(default_factory=list)
@@ -40,7 +42,8 @@ class Sweeper:
 
     Arguments:
         store, config: the database and the settings.
-        deliver: publishes the rows of the statement ``DUE`` and returns how many went out.
+        deliver: publishes rows and returns how many went out.
+        ask, count: for the :class:`~celery_safe_effects.engine.republish.Republisher`.
         on_parked: told of each job that the sweep parked.
         on_moved: told of who moved which jobs.
         settle_tries: deliveries of an end that Celery was not told, before giving up.
@@ -55,6 +58,8 @@ class Sweeper:
         config: Config,
         *,
         deliver: Callable[[list[Row]], int],
+        ask: Ask,
+        count: Callable[[str, str, int], None],
         on_parked: Callable[[Row], None],
         on_moved: Callable[..., None],
         settle_tries: int,
@@ -63,6 +68,7 @@ class Sweeper:
         self.store = store
         self.config = config
         self.deliver = deliver
+        self.republisher = Republisher(store, config, ask=ask, deliver=deliver, count=count)
         self.on_parked = on_parked
         self.on_moved = on_moved
         self.settle_tries = settle_tries
@@ -103,6 +109,7 @@ class Sweeper:
         self.store.rows("REAP_RESERVATIONS", limit=self.BATCH)
         swept.woken = sum(row.woken for row in self.store.rows("WAKE_FREE", limits=self.limits))
         swept.published = self.publish()
+        swept.republished = self.republisher.run()
         self.store.row("MAINTENANCE_END", name="sweep")
         return swept
 
@@ -123,7 +130,7 @@ class Sweeper:
         return self.store.rows("SWEEP_DYING", id=job_id, limit=self.BATCH, actor=by)
 
     def publish(self) -> int:
-        """Publish what is due, in batches."""
+        """Publish what is due whatever the broker holds, in batches."""
         published = 0
         while rows := self.store.rows(
             "DUE",

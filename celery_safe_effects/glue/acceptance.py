@@ -107,11 +107,14 @@ class Door(NamedTuple):
         actor: who is named in the log.
         enlisted: a caller's transaction, with which they commit or vanish.
         admitted: whether it is work that was accepted before, which no limit refuses.
+        due: seconds until the sweep publishes the message, unless the job was claimed; ``None``: the caller publishes
+            it at once, if the verdict says so.
     """
 
     actor: str = "producer"
     enlisted: Enlisted | None = None
     admitted: bool = False
+    due: float | None = None
 
 
 class AlreadyAccepted(Exception):
@@ -175,6 +178,7 @@ class Acceptance:
             "tenant": self.tenant(ours, envelope.task),
             "pool": ours.get("pool") or getattr(task, "pool", None),
             "queue": _queue_name(self.app, envelope.options),
+            "priority": _priority(envelope.options),
             "key": key_of(ours.get("idempotency_key"), envelope.headers),
             "digest": envelope.digest(data),
             "parent": parent.id if parent is not None else envelope.headers.get("parent_id"),
@@ -340,7 +344,7 @@ class Acceptance:
             "enlisted": door.enlisted is not None,
             "lead": config.sweep_interval,
             # An enlisted job is due as soon as its commit makes it visible.
-            "republish": config.republish_after if door.enlisted is None else 0.0,
+            "due": door.due if door.enlisted is None else 0.0,
         }
         if len(candidates) == 1:
             rows = run("ACCEPT", **candidates[0].params, **once, patience=LOCK_TIMEOUT)
@@ -566,3 +570,10 @@ def _queue_name(app: Celery, options: dict[str, Any]) -> str | None:
     if queue is None and not options.get("exchange"):
         queue = app.conf.task_default_queue
     return str(queue) if queue else str(options.get("routing_key") or "") or None
+
+
+def _priority(options: Mapping[str, Any]) -> int:
+    try:
+        return max(0, min(255, int(options.get("priority") or 0)))
+    except (TypeError, ValueError):
+        return 0

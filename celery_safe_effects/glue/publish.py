@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from celery import current_task, states
 from celery.result import EagerResult
+from kombu.exceptions import ChannelError
 from kombu.exceptions import OperationalError as BrokerError
 
 from .. import canonical
 from ..engine import current
 from ..engine.job import ActiveJob
 from ..engine.lease import clock
+from ..engine.republish import Depth
 from ..errors import (
     AcceptanceUnknown,
     AdmissionRejected,
@@ -266,7 +268,8 @@ class Publisher:
                 self.accept(
                     envelope,
                     ours or {},
-                    Door(actor=owner, admitted=True),
+                    # Its message is here, and runs next.
+                    Door(actor=owner, admitted=True, due=self.safe.config.republish_after),
                     limit=sys.maxsize,
                     tries=1 if patience == 0 else ACCEPT_TRIES,
                 )
@@ -303,6 +306,24 @@ class Publisher:
         return EagerResult(holder.id, result, EAGER_STATES.get(holder.status, states.PENDING), name=task.name)
 
     # -- from the row to the broker ------------------------------------------------------------------------------------
+
+    def ask(self, queue: str) -> Depth:
+        """How many messages the broker holds in a queue.
+
+        Raises:
+            ConnectionError: when it cannot be reached.
+        """
+        with self.app.pool.acquire(block=True) as connection:
+            for last in (False, True):
+                try:
+                    with connection.channel() as channel:
+                        low_first = connection.transport.driver_type == "redis"
+                        return Depth(_messages(channel, queue), low_first)
+                except (OSError, *connection.connection_errors) as exc:
+                    connection.collect()  # it may be an old connection to a broker that was restarted
+                    if last:
+                        raise ConnectionError(str(exc)) from exc
+        raise AssertionError("unreachable")
 
     def deliver(self, rows: list[Any]) -> int:
         """Publish stored envelopes; the rows already say when to try next.
@@ -365,6 +386,17 @@ class Publisher:
             logger.warning("publishing %s is left to the sweeper", ", ".join(job_ids), exc_info=True)
             return 0
         return self.deliver(rows)
+
+
+def _messages(channel: Any, queue: str) -> int | None:
+    try:
+        return int(channel.queue_declare(queue, passive=True).message_count)
+    except ChannelError as exc:
+        # Lost with its messages, or never made. Anything else, a missing permission for one, tells nothing.
+        return 0 if "404" in (str(exc.code), str(exc.reply_code)) or "NOT_FOUND" in str(exc) else None
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        logger.debug("queue %s cannot be asked", queue, exc_info=True)
+        return None
 
 
 def _derive_canvas_ids() -> None:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import Terminated
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.utils.time import rate
 from celery.worker import state
 from celery.worker.request import Request
 
 from ..engine.sweep import BACKOFF, MAX_BACKOFF
 from ..errors import IdempotencyConflict
 from ..states import JobStatus
+from . import held
 from .envelope import MARK, Envelope, Mark
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ LOST = (WorkerLostError, TimeLimitExceeded, Terminated, SystemExit, KeyboardInte
 
 class SafeRequest(Request):
     """A request of a :class:`~celery_safe_effects.SafeTask`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        held.received(self)
 
     _left = False
     _unpersisted = False
@@ -50,6 +56,11 @@ class SafeRequest(Request):
     def marked(self) -> bool:
         """Whether the message belongs to a row already."""
         return Mark.of(self._request_dict.get(MARK)) is not None
+
+    @property
+    def rate_limited(self) -> bool:
+        """Whether a rate limit may be why it waits."""
+        return bool(rate(self.task.rate_limit))
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
         """An unmarked message is persisted before it is acknowledged."""

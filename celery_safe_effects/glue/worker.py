@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
 
+from ..engine.republish import stuck_after
 from ..errors import SafeEffectsError, StoreUnavailable
 from . import compat
+from .held import Report
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -21,23 +23,27 @@ def make_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
     """The worker step of one app."""
 
     class SafeEffectsStep(bootsteps.StartStopStep):
-        """Checks before the pool starts, stands in for beat afterwards."""
+        """Stands in for beat, and tells what this worker holds."""
 
         requires = ("celery.worker.components:Pool", "celery.worker.components:Timer")
         name = "safe_effects"
 
         def __init__(self, worker: Any, **kwargs: Any) -> None:
             super().__init__(worker, **kwargs)
-            self.stand_ins: list[StandIn] = []
+            self.threads: list[StandIn | Reporting] = []
 
         def start(self, worker: Any) -> None:
             safe.timer = worker.timer
-            self.stand_ins = [StandIn(safe, worker.hostname, name) for name in ("sweep", "reconcile")]
-            for thread in self.stand_ins:
+            self.threads = [
+                StandIn(safe, worker.hostname, "sweep"),
+                StandIn(safe, worker.hostname, "reconcile"),
+                Reporting(safe, worker.hostname),
+            ]
+            for thread in self.threads:
                 thread.start()
 
         def stop(self, worker: Any) -> None:
-            for thread in self.stand_ins:
+            for thread in self.threads:
                 thread.stop()
 
         terminate = stop
@@ -45,8 +51,10 @@ def make_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
     return SafeEffectsStep
 
 
-def prepare(safe: SafeEffects, app: Any) -> None:
+def prepare(safe: SafeEffects, app: Any, hostname: str) -> None:
     """Before a worker starts: Celery itself, settings, schema, task names, our queue.
+
+    From now on a lost message may find its task.
 
     Raises:
         SystemExit: when safety cannot be had, with the words that say how to mend it.
@@ -59,6 +67,7 @@ def prepare(safe: SafeEffects, app: Any) -> None:
         names = safe.task_names()
         if names:
             safe.store.rows("LEARN_TASKS", names=names)
+        safe.store.row("MAINTENANCE_BEGIN", name="worker", by=safe.owner(hostname), idle_for=None)
     except SafeEffectsError as exc:
         logger.critical("celery-safe-effects refuses to start this worker: %s", exc)
         raise SystemExit(f"celery-safe-effects refuses to start this worker: {exc}") from exc
@@ -105,3 +114,29 @@ class StandIn(threading.Thread):
                 logger.warning("standing in for the %s: %s", self.turn, exc)
             except Exception:
                 logger.exception("standing in for the %s failed", self.turn)
+
+
+class Reporting(threading.Thread):
+    """Tells the database, at every sweep interval, which messages wait in this worker."""
+
+    def __init__(self, safe: SafeEffects, hostname: str) -> None:
+        super().__init__(name="safe-effects-held", daemon=True)
+        self.safe = safe
+        self.hostname = hostname
+        self._over = threading.Event()
+
+    def stop(self) -> None:
+        """End the thread at its next turn."""
+        self._over.set()
+
+    def run(self) -> None:
+        config = self.safe.config
+        every = config.sweep_interval
+        report = Report(self.safe.store, self.safe.owner(self.hostname), every, stuck_after(config))
+        pause = every
+        while not self._over.wait(pause):
+            try:
+                pause = report.send()
+            except Exception as exc:
+                # Its messages may be published again; that is all.
+                logger.warning("what this worker holds could not be told: %s", exc)

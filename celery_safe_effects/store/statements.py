@@ -29,30 +29,35 @@ OPERATION_FACTS: Final = """
 SCHEMA_VERSION: Final = "SELECT max(version) FROM {s}.schema_version"
 
 ACCEPTED_COLUMNS: Final = {
-    "id": "text", "task": "text", "tenant": "text", "pool": "text", "queue": "text", "key": "text", "digest": "text",
-    "parent": "text", "retries": "integer", "eta": "timestamptz", "expires": "timestamptz", "limits": "jsonb",
-    "envelope": "bytea", "settle": "boolean",
+    "id": "text", "task": "text", "tenant": "text", "pool": "text", "queue": "text", "priority": "smallint",
+    "key": "text", "digest": "text", "parent": "text", "retries": "integer", "eta": "timestamptz",
+    "expires": "timestamptz", "limits": "jsonb", "envelope": "bytea", "settle": "boolean",
 }  # fmt: skip
 """What ACCEPT is told of each job; the rest of its parameters is said once for all of them."""
 _COLUMNS: Final = ", ".join(ACCEPTED_COLUMNS)
 
 # 1: one row per tenant and idempotency key, and per id; a tombstone counts as a row. Durable before it is visible. 10:
-# and only if the tenant's queue has room, which is counted under the tenant's lock.
+# and only if the tenant's queue has room, which is counted under the tenant's lock. `publish`: the caller sends the
+# message now; else it is due at the ETA, or in `due` seconds.
 _ACCEPT: Final = """
-INSERT INTO {s}.job AS j (id, task, tenant, pool, queue, idempotency_key, args_digest, parent_id, retries,
-    max_attempts, eta, run_after, expires_at, gives_up_at, envelope, settle, created_by, next_publish_at)
-SELECT r.id, r.task, r.tenant, r.pool, r.queue, r.key, r.digest, r.parent, r.retries,
+INSERT INTO {s}.job AS j (id, task, tenant, pool, queue, priority, idempotency_key, args_digest, parent_id, retries,
+    max_attempts, eta, run_after, expires_at, gives_up_at, envelope, settle, created_by,
+    next_publish_at, published_at, publishes)
+SELECT r.id, r.task, r.tenant, r.pool, r.queue, r.priority, r.key, r.digest, r.parent, r.retries,
     (r.given ->> 'max_attempts')::integer, r.eta, r.eta, r.expires,
     clock_timestamp() + (r.given ->> 'max_age')::float8 * interval '1 second', r.envelope, r.settle, %(actor)s,
-    CASE WHEN r.eta > clock_timestamp() + %(lead)s::float8 * interval '1 second' THEN r.eta
-         ELSE clock_timestamp() + %(republish)s::float8 * interval '1 second' END
-  FROM (SELECT a.*, {s}.limits_for(a.tenant, a.task, NULL, a.limits) AS given FROM {asked} a OFFSET 0) r
+    CASE WHEN r.later THEN r.eta ELSE clock_timestamp() + %(due)s::float8 * interval '1 second' END,
+    CASE WHEN NOT r.later AND %(due)s::float8 IS NULL THEN clock_timestamp() END,
+    (NOT r.later AND %(due)s::float8 IS NULL)::int
+  FROM (SELECT a.*, {s}.limits_for(a.tenant, a.task, NULL, a.limits) AS given,
+               coalesce(a.eta > clock_timestamp() + %(lead)s::float8 * interval '1 second', false) AS later
+          FROM {asked} a OFFSET 0) r
  WHERE set_config('lock_timeout', %(patience)s, true) IS NOT NULL  -- a key in an open transaction: do not hang
    AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.id = r.id)
    AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.tenant = r.tenant AND t.idempotency_key = r.key)
    AND {room}
 ON CONFLICT DO NOTHING
-RETURNING j.id, j.seq, coalesce(j.eta <= clock_timestamp() + %(lead)s::float8 * interval '1 second', true) AS publish
+RETURNING j.id, j.seq, j.publishes > 0 AS publish
 """
 # The same statement over one row and over arrays. What it returns is accepted; who holds the id or the key of the
 # others, HOLDERS says, and which limit refused them, QUEUED.
@@ -191,10 +196,10 @@ SELECT r.n::integer - 1 AS n, h.*
     LIMIT 1) h
 """
 
-# The first delivery did not happen: let the sweeper try soon.
+# The first delivery did not happen, or another is asked for: let the sweeper try soon.
 PUBLISH_SOON: Final = """
 UPDATE {s}.job SET next_publish_at = greatest(clock_timestamp(), run_after), publishes = 0
- WHERE id = ANY (%(ids)s) AND next_publish_at IS NOT NULL RETURNING id
+ WHERE id = ANY (%(ids)s) AND (status = 'queued' OR next_publish_at IS NOT NULL) RETURNING id
 """
 
 # 2: a claim takes a new random token and a higher fence, only of a queued row, only on the database's clock; claim and
@@ -535,9 +540,15 @@ UPDATE {s}.job j
 RETURNING j.id, j.task, j.status, j.reason, j.fence
 """
 
-# What has to be delivered now: queued jobs whose message may be lost, and ends that Celery has not been told. The
-# next time is written first, so that a crash between commit and publish heals by the same path, backing off.
-DUE: Final = """
+# What a row gives for its publication.
+_PUBLICATION: Final = """j.id, j.seq, j.task, j.status, j.envelope, j.generation, j.args_digest, j.retries, j.publishes,
+          j.tenant, CASE WHEN j.status = 'queued' AND j.run_after > clock_timestamp() THEN j.run_after END AS run_after,
+          {async} AS a"""
+# What has to be published now, whatever the broker holds: jobs whose time has come, jobs that came back from a run,
+# and ends that Celery has not been told (those back off). Written before the message goes out: a crash in between
+# leaves a message that is found to be lost.
+DUE: Final = (
+    """
 WITH due AS (
     SELECT j.id FROM {s}.job j
      WHERE j.next_publish_at <= clock_timestamp() + %(ahead)s::float8 * interval '1 second'
@@ -545,17 +556,166 @@ WITH due AS (
      ORDER BY j.next_publish_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE {s}.job j
-   SET publishes = j.publishes + 1,
-       next_publish_at = CASE WHEN j.status <> 'queued' AND j.publishes >= %(settle_tries)s THEN NULL
-           -- A job that came back from a run goes out again soon: its message may have gone to the very worker that
-           -- is paused or cut off.
-           ELSE clock_timestamp() + interval '1 second' * LEAST(3600, 2 ^ LEAST(j.publishes, 16) * CASE
-               WHEN j.status = 'queued' AND j.attempts > 0 THEN LEAST(%(republish)s::float8, 2 * %(ahead)s::float8)
-               ELSE %(republish)s::float8 END) END
+   SET publishes = j.publishes + 1, published_at = clock_timestamp(),
+       next_publish_at = CASE WHEN j.status <> 'queued' AND j.publishes < %(settle_tries)s
+           THEN clock_timestamp()
+                + interval '1 second' * LEAST(3600, 2 ^ LEAST(j.publishes, 16) * %(republish)s::float8) END
   FROM due WHERE j.id = due.id
-RETURNING j.id, j.seq, j.task, j.status, j.envelope, j.generation, j.args_digest, j.retries, j.publishes, j.tenant,
-          CASE WHEN j.status = 'queued' AND j.run_after > clock_timestamp() THEN j.run_after END AS run_after,
-          {async} AS a
+RETURNING """
+    + _PUBLICATION
+)
+
+# Which queues' turn it is to be looked at; taking the turn is part of the question.
+LOOKS: Final = """
+WITH RECURSIVE q (queue) AS (
+    (SELECT coalesce(j.queue, '') FROM {s}.job j
+      WHERE j.status = 'queued' AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
+      ORDER BY coalesce(j.queue, '') LIMIT 1)
+    UNION ALL
+    SELECT (SELECT coalesce(j.queue, '') FROM {s}.job j
+             WHERE j.status = 'queued' AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
+               AND coalesce(j.queue, '') > q.queue
+             ORDER BY coalesce(j.queue, '') LIMIT 1)
+      FROM q WHERE q.queue IS NOT NULL
+)
+INSERT INTO {s}.look AS l (queue, next_at)
+SELECT q.queue, clock_timestamp() + %(every)s::float8 * interval '1 second' FROM q WHERE q.queue IS NOT NULL
+ON CONFLICT (queue) DO UPDATE SET next_at = excluded.next_at
+ WHERE l.next_at <= clock_timestamp() + 0.1 * %(every)s::float8 * interval '1 second'
+RETURNING l.queue, clock_timestamp() AS at, {async} AS a
+"""
+
+# How far the broker has handed over what was published into a queue, by priority: as many of the rows as have no
+# message in it are gone from its head (`depth`: what it holds; NULL: it cannot be asked), and so is whatever was
+# published before a job that has been claimed since. Rows of the last second are left out: their message may be on
+# its way. Whatever errs, errs towards "still there".
+LOOK: Final = """
+WITH waiting AS MATERIALIZED (
+    SELECT w.priority, count(*) AS n FROM (
+        SELECT j.priority FROM {s}.job j
+         WHERE coalesce(j.queue, '') = %(queue)s AND j.status = 'queued' AND j.next_publish_at IS NULL
+           AND j.published_at < %(at)s::timestamptz - interval '1 second'
+         LIMIT %(most)s) w GROUP BY w.priority
+), gone AS (
+    SELECT w.priority, LEAST(w.n, sum(w.n) OVER () - %(depth)s::bigint - coalesce(sum(w.n) OVER (
+               ORDER BY w.priority * %(first)s ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0))::bigint AS n
+      FROM waiting w WHERE %(depth)s::bigint IS NOT NULL
+), seen AS (
+    SELECT g.priority, coalesce((
+        SELECT j.published_at FROM {s}.job j
+         WHERE coalesce(j.queue, '') = %(queue)s AND j.priority = g.priority AND j.status = 'queued'
+           AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
+         ORDER BY j.published_at OFFSET g.n LIMIT 1), (
+        SELECT j.published_at + interval '1 microsecond' FROM {s}.job j
+         WHERE coalesce(j.queue, '') = %(queue)s AND j.priority = g.priority AND j.status = 'queued'
+           AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
+         ORDER BY j.published_at DESC LIMIT 1)) AS head
+      FROM gone g WHERE g.n > 0
+    UNION ALL
+    SELECT j.priority, j.published_at FROM {s}.job j
+     WHERE j.status IN ('leased', 'running') AND j.queue = %(queue)s
+    UNION ALL
+    SELECT f.priority, f.published_at FROM (
+        SELECT j.priority, j.published_at, j.queue FROM {s}.job j
+         WHERE j.finished_at > %(at)s::timestamptz - %(window)s::float8 * interval '1 second'
+         ORDER BY j.finished_at DESC LIMIT 10000) f WHERE f.queue = %(queue)s
+), heads AS (
+    SELECT p.priority, max(s.head) AS head
+      FROM (SELECT w.priority FROM waiting w UNION SELECT l.priority FROM {s}.lane l WHERE l.queue = %(queue)s) p
+      LEFT JOIN seen s USING (priority) GROUP BY p.priority
+), lanes AS (
+    INSERT INTO {s}.lane AS l (queue, priority, head)
+    SELECT %(queue)s, h.priority, h.head FROM heads h
+    ON CONFLICT (queue, priority) DO UPDATE
+       SET moved_at = CASE WHEN excluded.head > l.head THEN clock_timestamp() ELSE l.moved_at END,
+           probes = CASE WHEN excluded.head > l.head THEN 0 ELSE l.probes END,
+           passed = CASE WHEN l.head_at <= clock_timestamp() - %(grace)s::float8 * interval '1 second'
+                         THEN l.head ELSE l.passed END,
+           head = CASE WHEN l.head_at <= clock_timestamp() - %(grace)s::float8 * interval '1 second' OR l.head IS NULL
+                       THEN greatest(l.head, excluded.head) ELSE l.head END,
+           head_at = CASE WHEN l.head_at <= clock_timestamp() - %(grace)s::float8 * interval '1 second'
+                            OR l.head IS NULL THEN clock_timestamp() ELSE l.head_at END
+)
+UPDATE {s}.look l
+   SET next_at = greatest(l.next_at, clock_timestamp() + (w.n / 20000.0) * interval '1 second')
+  FROM (SELECT coalesce(sum(n), 0) AS n FROM waiting) w WHERE l.queue = %(queue)s
+RETURNING w.n, {async} AS a
+"""
+
+# Jobs whose message is taken to be lost, in one queue: it left the broker long enough ago, and nobody claimed the job
+# or holds the message (`lost`); a worker holds it behind something long, and another might take it at once (`stuck`);
+# nothing tells (`unasked`, `probe`). Backs off with each publication; a worker that has started since ends the wait,
+# since the message may have gone to workers that could not run it.
+ASTRAY: Final = (
+    """
+WITH held AS MATERIALIZED (
+    SELECT unnest(h.jobs || h.stuck) AS id FROM {s}.held h WHERE h.until > clock_timestamp()
+), worker AS MATERIALIZED (
+    SELECT m.last_started_at AS at FROM {s}.maintenance m WHERE m.name = 'worker'
+), lost AS (
+    SELECT j.id FROM {s}.lane l
+      JOIN {s}.job j ON coalesce(j.queue, '') = l.queue AND j.priority = l.priority AND j.published_at < l.passed
+     WHERE l.queue = %(queue)s AND j.status = 'queued' AND j.next_publish_at IS NULL
+       AND (j.published_at <= clock_timestamp() - interval '1 second'
+                * LEAST(3600, %(grace)s::float8 * 2 ^ LEAST(j.publishes - 1, 16))
+            OR j.published_at < (SELECT w.at FROM worker w))
+       AND j.id NOT IN (SELECT h.id FROM held h)
+     ORDER BY j.published_at LIMIT %(limit)s FOR NO KEY UPDATE OF j SKIP LOCKED
+), stuck AS (
+    SELECT j.id FROM {s}.job j
+     WHERE j.id IN (SELECT unnest(h.stuck) FROM {s}.held h WHERE h.until > clock_timestamp())
+       AND coalesce(j.queue, '') = %(queue)s AND j.status = 'queued' AND j.next_publish_at IS NULL
+       AND coalesce(%(depth)s::bigint, 0) = 0
+       AND j.published_at <= clock_timestamp() - interval '1 second' * (%(waited)s::float8
+               + LEAST(3600, %(republish)s::float8 * (2 ^ LEAST(j.publishes - 1, 16) - 1)))
+     LIMIT %(limit)s FOR NO KEY UPDATE OF j SKIP LOCKED
+), resting AS (
+    SELECT l.priority, l.probed_at, l.probes FROM {s}.lane l
+     WHERE l.queue = %(queue)s
+       AND coalesce(l.moved_at < clock_timestamp() - %(republish)s::float8 * interval '1 second', true)
+), unasked AS (
+    SELECT j.id FROM {s}.job j
+     WHERE %(depth)s::bigint IS NULL AND coalesce(j.queue, '') = %(queue)s
+       AND j.priority IN (SELECT r.priority FROM resting r)
+       AND j.status = 'queued' AND j.next_publish_at IS NULL
+       AND j.published_at <= clock_timestamp() - interval '1 second'
+               * LEAST(3600, %(republish)s::float8 * 2 ^ LEAST(j.publishes - 1, 16))
+       AND j.id NOT IN (SELECT h.id FROM held h)
+     ORDER BY j.published_at LIMIT %(limit)s FOR NO KEY UPDATE OF j SKIP LOCKED
+), probe AS (
+    SELECT o.id, r.priority FROM resting r CROSS JOIN LATERAL (
+        SELECT j.id FROM {s}.job j
+         WHERE coalesce(j.queue, '') = %(queue)s AND j.priority = r.priority
+           AND j.status = 'queued' AND j.next_publish_at IS NULL
+           AND j.published_at <= clock_timestamp() - %(republish)s::float8 * interval '1 second'
+           AND j.id NOT IN (SELECT h.id FROM held h)
+         ORDER BY j.published_at LIMIT 1 FOR NO KEY UPDATE OF j SKIP LOCKED) o
+     WHERE %(depth)s::bigint IS NOT NULL
+       AND r.probed_at <= clock_timestamp() - interval '1 second'
+               * LEAST(3600, %(republish)s::float8 * 2 ^ LEAST(r.probes, 16))
+), probed AS (
+    UPDATE {s}.lane l SET probed_at = clock_timestamp(), probes = l.probes + 1
+      FROM probe p WHERE l.queue = %(queue)s AND l.priority = p.priority
+), due AS (
+    SELECT x.id, min(x.why) AS why FROM (
+        SELECT id, 'lost' AS why FROM lost UNION ALL SELECT id, 'stuck' FROM stuck
+        UNION ALL SELECT id, 'unasked' FROM unasked UNION ALL SELECT id, 'probe' FROM probe) x GROUP BY x.id
+)
+UPDATE {s}.job j SET publishes = j.publishes + 1, published_at = clock_timestamp()
+  FROM due WHERE j.id = due.id AND j.status = 'queued' AND j.next_publish_at IS NULL
+RETURNING due.why, """
+    + _PUBLICATION
+)
+
+# What a worker's main process holds without having begun it.
+HELD: Final = """
+WITH forgotten AS (
+    DELETE FROM {s}.held h WHERE h.until < clock_timestamp() - interval '1 hour' AND h.worker <> %(worker)s
+)
+INSERT INTO {s}.held AS h (worker, until, jobs, stuck)
+VALUES (%(worker)s, clock_timestamp() + %(believed)s::float8 * interval '1 second', %(jobs)s, %(stuck)s)
+ON CONFLICT (worker) DO UPDATE SET until = excluded.until, jobs = excluded.jobs, stuck = excluded.stuck
+RETURNING h.worker, {async} AS a
 """
 
 # 14: whoever asks takes the question for longer than any lookup may take; the time of asking is the database's, from

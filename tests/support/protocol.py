@@ -41,6 +41,7 @@ class Protocol:
             "tenant": "default",
             "pool": None,
             "queue": "celery",
+            "priority": 0,
             "key": None,
             "digest": "digest",
             "parent": None,
@@ -55,7 +56,7 @@ class Protocol:
             "actor": "producer",
             "lead": 5.0,
             "patience": "2s",
-            "republish": 60.0,
+            "due": 60.0,
         }
         params |= changed
         params["limits"] = json.dumps({"max_attempts": 5, "max_age": 86400.0, **params["limits"]})

@@ -45,7 +45,7 @@ def test_a_celery_without_it_is_refused(gone: compat.Reliance, monkeypatch: pyte
         compat.check()
     app = Celery("no", set_as_current=False)
     with pytest.raises(SystemExit, match=gone.name):
-        worker.prepare(SafeEffects(app), app)
+        worker.prepare(SafeEffects(app), app, "w@host")
 
 
 def private(tree: ast.AST) -> Iterator[tuple[str, str]]:

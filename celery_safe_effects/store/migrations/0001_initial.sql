@@ -11,6 +11,7 @@ CREATE TABLE {schema}.job (
     tenant              text NOT NULL DEFAULT 'default',
     pool                text,
     queue               text,
+    priority            smallint NOT NULL DEFAULT 0,
     idempotency_key     text,
     args_digest         text NOT NULL,
     parent_id           text,
@@ -46,6 +47,7 @@ CREATE TABLE {schema}.job (
     envelope            bytea NOT NULL,
     settle              boolean NOT NULL DEFAULT true,
     next_publish_at     timestamptz,
+    published_at        timestamptz,
     publishes           integer NOT NULL DEFAULT 0,
     created_at          timestamptz NOT NULL DEFAULT clock_timestamp(),
     created_by          text,
@@ -72,6 +74,9 @@ CREATE INDEX job_live ON {schema}.job (tenant, seq) WHERE status IN ('leased', '
 CREATE INDEX job_live_pool ON {schema}.job (pool) WHERE status IN ('leased', 'running') AND pool IS NOT NULL;
 CREATE INDEX job_queued ON {schema}.job (tenant, queue, seq) WHERE status = 'queued';
 CREATE INDEX job_due ON {schema}.job (next_publish_at) WHERE next_publish_at IS NOT NULL;
+-- Jobs whose message is out, in the order in which a queue hands it over.
+CREATE INDEX job_waits ON {schema}.job (coalesce(queue, ''), priority, published_at)
+ WHERE status = 'queued' AND next_publish_at IS NULL AND published_at IS NOT NULL;
 CREATE INDEX job_dies ON {schema}.job ((LEAST(expires_at, gives_up_at))) WHERE status = 'queued';
 CREATE INDEX job_parked ON {schema}.job (seq) WHERE status = 'unknown';
 CREATE INDEX job_waiting ON {schema}.job (waiting_for, woken_at, seq) WHERE waiting_for IS NOT NULL;
@@ -161,7 +166,33 @@ CREATE TABLE {schema}.maintenance (
     last_by          text,
     runs             bigint NOT NULL DEFAULT 0
 );
-INSERT INTO {schema}.maintenance (name) VALUES ('sweep'), ('reconcile'), ('prune');
+INSERT INTO {schema}.maintenance (name) VALUES ('sweep'), ('reconcile'), ('prune'), ('worker');
+
+-- Where the messages of queued jobs are, as far as the sweep knows. One row a queue: whose turn it is to look.
+CREATE TABLE {schema}.look (
+    queue   text PRIMARY KEY,
+    next_at timestamptz NOT NULL
+);
+-- Messages of one queue and priority leave the broker in the order in which they were published. Whatever was published
+-- before `head` had left at head_at; before `passed`, an earlier head, long enough ago to have been claimed or held.
+CREATE TABLE {schema}.lane (
+    queue     text NOT NULL,
+    priority  smallint NOT NULL,
+    head      timestamptz,
+    head_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    passed    timestamptz,
+    moved_at  timestamptz,
+    probed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    probes    integer NOT NULL DEFAULT 0,
+    PRIMARY KEY (queue, priority)
+);
+-- What each worker's main process says that it holds without having begun it; believed until then.
+CREATE TABLE {schema}.held (
+    worker text PRIMARY KEY,
+    until  timestamptz NOT NULL,
+    jobs   text[] NOT NULL,
+    stuck  text[] NOT NULL
+);
 
 CREATE TABLE {schema}.counter (
     name  text NOT NULL,
@@ -332,6 +363,7 @@ BEGIN
             was.waiting_for := wanted.scope;
             was.woken_at := NULL;
             was.next_publish_at := NULL;
+            was.published_at := NULL;  -- its message is used up
             was.publishes := 0;
             RETURN was;
         END IF;
@@ -365,6 +397,10 @@ BEGIN
     END IF;
     -- What follows from the new status is derived here, once, whoever wrote it.
     IF NEW.status IN ('leased', 'running') THEN
+        -- Only a job that has one message out tells by its claim how far the broker's queue has come.
+        IF OLD.publishes <> 1 OR OLD.next_publish_at IS NOT NULL THEN
+            NEW.published_at := NULL;
+        END IF;
         NEW.next_publish_at := NULL;
         NEW.publishes := 0;
         NEW.waiting_for := NULL;
