@@ -38,7 +38,8 @@ class Config:
         heartbeat_interval: how often leases are renewed; a third of the ttl unless given.
         sweep_interval: how often beat sends the sweep.
         reconcile_interval: how often beat sends the reconciliation.
-        republish_after: when a message that nobody claimed is published again, doubling each time.
+        republish_after: when a message that waits in a worker is published again for another to take it, and one of a
+            queue that the broker cannot be asked about; doubling each time. Lost messages are found earlier.
         max_attempts: runs of a job before it fails or parks.
         max_age: a job older than this is not renewed any more and ends.
         limits: default :class:`~celery_safe_effects.Limits`.

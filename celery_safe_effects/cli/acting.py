@@ -219,6 +219,7 @@ def sweep(console: Console, safe: SafeEffects) -> Answer:
         f"leases that ran out, and jobs past their time: {swept.released} queued again, {swept.parked} parked, "
         f"{swept.ended} ended",
         f"messages published: {swept.published}",
+        f"messages found to be lost, and published again: {swept.republished}",
         f"senders seen to be gone: {swept.gone}",
     ]
     return Answer(swept, lines)
