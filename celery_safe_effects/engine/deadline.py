@@ -12,8 +12,6 @@ import functools
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
 
 CLOCK_BOOTTIME = 7
@@ -44,38 +42,30 @@ def _library() -> ctypes.CDLL | None:
         for name in (None, "librt.so.1"):
             with contextlib.suppress(OSError):
                 library = ctypes.CDLL(name, use_errno=True)
-                if hasattr(library, "timer_create") and hasattr(library, "timer_settime"):
+                if hasattr(library, "timer_create") and hasattr(library, "timer_delete"):
                     return library
     return None
 
 
-class _Timers(threading.local):
-    """One timer a thread, made once: arming it is a single system call. Timers do not survive a fork."""
+class _Timer:
+    """A timer of this process that is armed until it is deleted; it does not survive a fork."""
 
-    pid = 0
-    timer: ctypes.c_void_p | None = None
-    expires: float | None = None
+    def __init__(self, library: ctypes.CDLL, seconds: float) -> None:
+        self._library = library
+        self._pid = os.getpid()
+        self._timer = ctypes.c_void_p()
+        event = _SigEvent(None, signal.SIGKILL, SIGEV_SIGNAL)
+        self.armed = library.timer_create(CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(self._timer)) == 0
+        if self.armed:
+            whole = int(max(seconds, 1e-6))
+            left = _TimeSpec(whole, int((max(seconds, 1e-6) - whole) * 1e9))
+            spec = _ITimerSpec(_TimeSpec(0, 0), left)
+            self.armed = library.timer_settime(self._timer, 0, ctypes.byref(spec), None) == 0
 
-    def get(self, library: ctypes.CDLL) -> ctypes.c_void_p | None:
-        if self.pid != os.getpid():
-            self.pid = os.getpid()
-            self.expires = None
-            timer = ctypes.c_void_p()
-            event = _SigEvent(None, signal.SIGKILL, SIGEV_SIGNAL)
-            made = library.timer_create(CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(timer)) == 0
-            self.timer = timer if made else None
-        return self.timer
-
-    def arm(self, library: ctypes.CDLL, expires: float | None) -> bool:
-        """Let the timer fire at a moment of CLOCK_BOOTTIME; ``None`` disarms it."""
-        self.expires = expires
-        left = 0.0 if expires is None else max(expires - time.clock_gettime(CLOCK_BOOTTIME), 1e-6)
-        whole = int(left)
-        spec = _ITimerSpec(_TimeSpec(0, 0), _TimeSpec(whole, int((left - whole) * 1e9)))
-        return bool(library.timer_settime(self.timer, 0, ctypes.byref(spec), None) == 0)
-
-
-_timers = _Timers()
+    def delete(self) -> None:
+        # A child that was forked off meanwhile has none, or another one of the same number.
+        if self.armed and self._pid == os.getpid():
+            self._library.timer_delete(self._timer)
 
 
 def available() -> bool:
@@ -85,7 +75,10 @@ def available() -> bool:
 
 @contextlib.contextmanager
 def killed_after(seconds: float | None) -> Iterator[bool]:
-    """End this process with SIGKILL if the block takes longer. Nested blocks of a thread keep the earlier end.
+    """End this process with SIGKILL if the block takes longer.
+
+    Each block has a timer of its own, so that blocks may be nested and may overlap, and may end in another thread than
+    they began in; the earliest end counts.
 
     Arguments:
         seconds: ``None`` arms nothing.
@@ -94,12 +87,11 @@ def killed_after(seconds: float | None) -> Iterator[bool]:
         whether a timer is armed.
     """
     library = _library() if seconds is not None else None
-    if library is None or seconds is None or _timers.get(library) is None:
+    if library is None or seconds is None:
         yield False
         return
-    outer = _timers.expires
-    expires = time.clock_gettime(CLOCK_BOOTTIME) + seconds
+    timer = _Timer(library, seconds)
     try:
-        yield _timers.arm(library, expires if outer is None else min(outer, expires))
+        yield timer.armed
     finally:
-        _timers.arm(library, outer)
+        timer.delete()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -50,7 +51,18 @@ def inner_is_over() -> None:
         time.sleep(30)
 
 
-@pytest.mark.parametrize("body", [stopped, busy, inner_is_longer, inner_is_over])
+def overlapping() -> None:
+    """Two calls in flight at once: the one that began first returns first, in another thread."""
+    first, second = deadline.killed_after(60), deadline.killed_after(0.5)
+    first.__enter__()
+    second.__enter__()
+    thread = threading.Thread(target=first.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("body", [stopped, busy, inner_is_longer, inner_is_over, overlapping])
 def test_it_is_killed_at_the_deadline(body: Callable[[], None]) -> None:
     status, after = ended(body)
     assert os.WIFSIGNALED(status)
@@ -67,6 +79,15 @@ def over_in_time() -> None:
         time.sleep(0.5)
 
 
+def overlapping_in_time() -> None:
+    first, second = deadline.killed_after(0.3), deadline.killed_after(0.3)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    time.sleep(0.6)
+
+
 def forked_off() -> None:
     """A timer belongs to the process that armed it."""
     with deadline.killed_after(0.2):
@@ -77,7 +98,7 @@ def forked_off() -> None:
     os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("body", [over_in_time, forked_off])
+@pytest.mark.parametrize("body", [over_in_time, overlapping_in_time, forked_off])
 def test_a_block_that_is_over_in_time_lives_on(body: Callable[[], None]) -> None:
     status, _ = ended(body)
     assert os.WIFEXITED(status)
