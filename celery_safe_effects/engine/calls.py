@@ -248,7 +248,7 @@ class Call:
         if status == Op.REFUSED:
             raise EffectRefused(f"{self.effect.name} was refused: {exc}", key=self.intent.key) from exc
         if status == Op.NOT_HAPPENED:
-            self.job.did_not_happen(self.intent.ordinal, None if self.intent.repeatable else exc)
+            self.job.did_not_happen(None if self.intent.repeatable else exc)
             raise exc
         raise self.job.parks(self.intent.key, failures.to_json(exc)["text"]) from exc
 
@@ -277,7 +277,7 @@ class Call:
                 why = raised or SafeEffectsError(
                     f"the transaction given to op.confirm() of {key} was not committed; nothing happened"
                 )
-                job.did_not_happen(self.intent.ordinal, why)
+                job.did_not_happen(why)
                 raise why
             record = job.insist("OPERATION", key=key)[0]
         if record.nonce != self.nonce or record.status != Op.OUTCOME_CONFIRMED:

@@ -83,7 +83,9 @@ class ActiveJob:
         self._not_passed: int = 0
         self._lock = threading.Lock()
         self._open: set[str] = set()
-        self._ordinal = 0
+        self.position = 0
+        """How many calls have begun."""
+        self._unnamed = 0
         self.recorded = Recorded(self, recorded or ())
 
     # -- what users see as self.job ------------------------------------------------------------------------------------
@@ -125,7 +127,10 @@ class ActiveJob:
         return f"{self.id}:{step}" if not self.generation else f"{self.id}:{self.generation}:{step}"
 
     def open_step(self, effect: Effect[Any, Any], step: str | None, keyed: str | None) -> tuple[str, int]:
-        """Take the next ordinal and the step's name, which nobody else has until :meth:`close_step`.
+        """Take the step's name, which nobody else has until :meth:`close_step`.
+
+        Returns:
+            the name, and the call's place in the order of all calls.
 
         Raises:
             StepNameRequired, OperationBusy: another call is open.
@@ -136,22 +141,24 @@ class ActiveJob:
                     f"effect {effect.name!r} was called while {', '.join(sorted(self._open))} is open; name "
                     f'overlapping calls: {effect.__name__}.step("...")(...)'
                 )
-            ordinal = self._ordinal + 1
-            name = step or (f"{effect.name}/{keyed}" if keyed else str(ordinal))
+            # Unnamed calls are counted by themselves: a named one may have begun by now, and not yet the next time.
+            unnamed = self._unnamed + (step is None and keyed is None)
+            name = step or (f"{effect.name}/{keyed}" if keyed else str(unnamed))
             if name in self._open:
                 raise OperationBusy(f"step {name!r} of job {self.id} is being called already", step=name)
-            self._ordinal = ordinal
+            self._unnamed = unnamed
+            self.position += 1
             self._open.add(name)
-        return name, ordinal
+            return name, self.position
 
     def close_step(self, name: str) -> None:
         """A call is over."""
         with self._lock:
             self._open.discard(name)
 
-    def did_not_happen(self, ordinal: int, exc: BaseException | None) -> None:
+    def did_not_happen(self, exc: BaseException | None) -> None:
         """A step did not happen; unless the body goes on from ``exc``, it is the last one and may be sent again."""
-        self._not_passed = max(self._not_passed, ordinal)
+        self._not_passed = self.position
         if exc is not None:
             self.not_happened = exc
 

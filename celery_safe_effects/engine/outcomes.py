@@ -114,6 +114,7 @@ def params(
         "error": None if error is None else canonical.encode(error),
         "evidence": None if evidence is None else canonical.encode(evidence),
         "reason": None,
+        "position": job.position if status == Op.NOT_HAPPENED else None,
     }
 
 

@@ -348,7 +348,9 @@ SELECT h.held, i.nonce, i.attempt, i.intent_at, i.deadline_at
 INTENT: Final = _INTENT.replace("{sync}", "")
 INTENT_REPEATABLE: Final = _INTENT.replace("{sync}", ", {async} AS a")
 
-# 9: an outcome belongs to the call that holds the nonce; a fenced-out worker may still confirm its own operation.
+# 9: an outcome belongs to the call that holds the nonce; a fenced-out worker may still confirm its own operation. A
+# step that did not happen stands, in the order of calls, where that became known: what had begun before is no
+# consequence of it.
 _OUTCOME: Final = """
 WITH j AS MATERIALIZED (
     SELECT j.id, (j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running') AS held{sync}
@@ -363,7 +365,7 @@ WITH j AS MATERIALIZED (
                              AND (o.idempotent_for IS NULL OR o.late_outcomes::jsonb -> 0 ->> 'ref' <> %(ref)s)
                             THEN clock_timestamp() END,
            next_reconcile_at = CASE WHEN %(status)s = 'unknown' THEN clock_timestamp() END,
-           actor = %(owner)s, reason = %(reason)s
+           ordinal = greatest(o.ordinal, %(position)s), actor = %(owner)s, reason = %(reason)s
       FROM j
      WHERE o.key = %(key)s AND o.nonce = %(nonce)s
        AND (o.status = 'intent_recorded' OR (o.status = 'unknown' AND %(status)s <> 'unknown')

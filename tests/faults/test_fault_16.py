@@ -168,6 +168,7 @@ def stale_writes(store: Store, lease: dict[str, Any], nonce: Any) -> dict[str, l
                 error=None,
                 evidence=None,
                 reason=None,
+                position=None,
                 **lease,
             )
             if row.held or row.status
@@ -235,7 +236,9 @@ def test_fault_16_a_stale_lease_touches_no_row(store: Store, sql: Sql) -> None:
     assert job == {"status": "running", "fence": 2, "lease_owner": "b"}
     # Without keys it now happened twice, and the second outcome says so.
     outcome = {"key": "job:1", "nonce": second_nonce, "status": "outcome_confirmed", "ref": "second"}
-    (row,) = store.rows("OUTCOME", **outcome, **dict.fromkeys(("result", "error", "evidence", "reason")), **second)
+    (row,) = store.rows(
+        "OUTCOME", **outcome, **dict.fromkeys(("result", "error", "evidence", "reason", "position")), **second
+    )
     assert row.doubled
 
 

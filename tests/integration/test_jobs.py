@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -360,6 +362,56 @@ def test_named_steps_overlap_in_threads(lab: Lab) -> None:
     job = lab.run(lab.task(body, effects=[a]))
     assert lab.row(job)["result"] == {"0": "ref-0", "1": "ref-1", "2": "ref-2"}
     assert set(lab.operations(job).values()) == {"outcome_confirmed"}
+
+
+def test_unnamed_steps_are_counted_by_themselves(lab: Lab) -> None:
+    """Whether a named call has begun by now may be another way in the next run; the unnamed one is the same step."""
+    a, b = lab.effect("a"), lab.effect("b")
+
+    def body(self: Any) -> Any:
+        if self.job.attempt == 1:
+            a.step("y")()
+            b()
+            lab.crash(self)
+        b()
+        return a.step("y")().ref
+
+    task = lab.task(body, effects=[a, b])
+    job = lab.run(task)
+    lab.run(task, job=job)
+    assert lab.status(job) == "succeeded"
+    assert lab.calls == [("a", f"{job}:y"), ("b", f"{job}:1")]
+
+
+def test_a_step_that_did_not_happen_is_sent_again_where_others_had_begun_before_that_was_known(lab: Lab) -> None:
+    """They are no fallback of it: three tools in parallel, one of them finds its provider closed."""
+    a = lab.effect("a", not_happened_on=ConnectionRefusedError)
+    begun = threading.Barrier(3, timeout=10)
+    attempts: list[int] = []
+
+    def tool(op: Any, n: int) -> Any:
+        if attempts[-1] == 1:
+            begun.wait()
+            if n == 0:
+                raise ConnectionRefusedError(111, "refused")
+        return Outcome(f"ref-{n}")
+
+    lab.behaviour["a"] = tool
+
+    def body(self: Any) -> Any:
+        attempts.append(self.job.attempt)
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(copy_context().run, a.step(f"tool-{n}"), n) for n in range(3)]
+        return [call.result().ref for call in calls]
+
+    task = lab.task(body, effects=[a])
+    job = lab.run(task)
+    assert sorted(lab.operations(job).values()) == ["not_happened", "outcome_confirmed", "outcome_confirmed"]
+    lab.sql("UPDATE job SET run_after = NULL")
+    lab.run(task, job=job)
+    assert lab.row(job)["result"] == ["ref-0", "ref-1", "ref-2"]
+    assert [key for _, key in lab.calls].count(f"{job}:tool-0") == 2
+    assert len(lab.calls) == 4
 
 
 def test_outside_a_job_there_is_none(lab: Lab) -> None:

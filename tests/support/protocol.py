@@ -111,6 +111,7 @@ class Protocol:
             "error": None,
             "evidence": None,
             "reason": None,
+            "position": None,
         }
         params |= changed
         lease = claimed.lease
