@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar, overload
 
 from . import canonical
-from .engine import calls, current
+from .engine import calls, current, loop
 from .engine.failures import Matcher
 from .errors import ConfigurationError, NoActiveJob
 from .values import Operation, Outcome, Verdict, seconds
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T_co = TypeVar("T_co", covariant=True)
 Policy = Literal["park", "assume_happened", "send_again"]
 POLICIES: Final = ("park", "assume_happened", "send_again")
 DEFAULT_DEADLINE: Final = 60.0
 BODY: Final = "body"
-Lookup = Callable[[Operation], Verdict]
+Lookup = Callable[[Operation], Verdict | Awaitable[Verdict]]
+L = TypeVar("L", bound=Lookup)
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,14 @@ def make_options(name: str, given: Mapping[str, Any]) -> EffectOptions:
     return options
 
 
-class Effect(Generic[P, R]):
-    """A declared side effect; call it inside a job like a function, without its ``op`` argument.
+class Effect(Generic[P, T_co]):
+    """A declared side effect; call it inside a job like its function, without its ``op`` argument.
 
-    Made by :func:`effect`. Calling it records the intent, calls the function, records the outcome and returns it.
+    Made by :func:`effect`. Calling it records the intent, calls the function, records the outcome and returns it. One
+    whose function is ``async def`` is awaited; synchronous code of a job, which cannot await, gets the outcome itself.
+
+    Attributes:
+        is_async: whether its function is ``async def``.
 
     Raises (when called):
         EffectRefused: the provider said no (``refused_on``).
@@ -128,8 +134,9 @@ class Effect(Generic[P, R]):
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
         ):
             raise ConfigurationError(f"effect {name!r}: its function takes the Operation as its first argument")
-        if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
-            raise ConfigurationError(f"effect {name!r}: this version runs no `async def` effects; write `def`")
+        if inspect.isasyncgenfunction(fn) or inspect.isgeneratorfunction(fn):
+            raise ConfigurationError(f"effect {name!r}: its function returns one outcome; it must not `yield`")
+        self.is_async = inspect.iscoroutinefunction(fn)
         self.signature = inspect.Signature(parameters[1:])
         missing = options.redact - {p.name for p in parameters[1:]}
         if missing:
@@ -148,10 +155,15 @@ class Effect(Generic[P, R]):
         bound.apply_defaults()
         return bound
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T_co:
         return self._call(None, None, args, kwargs)
 
-    def step(self, name: str) -> Callable[P, Outcome[R]]:
+    @property
+    def blocking(self: Effect[P, Coroutine[Any, Any, R]]) -> Effect[P, R]:
+        """This very effect, typed as synchronous code sees one whose function is ``async def``."""
+        return self  # type: ignore[return-value]
+
+    def step(self, name: str) -> Callable[P, T_co]:
         """The same effect under a step name instead of its ordinal; named steps may overlap.
 
         Arguments:
@@ -159,12 +171,12 @@ class Effect(Generic[P, R]):
         """
         _step_name(self.name, name)
 
-        def call(*args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
+        def call(*args: P.args, **kwargs: P.kwargs) -> T_co:
             return self._call(name, None, args, kwargs)
 
         return call
 
-    def keyed(self, name: str) -> Callable[P, Outcome[R]]:
+    def keyed(self, name: str) -> Callable[P, T_co]:
         """The same effect under a business key, ``<tenant>/<effect>/<name>``, shared by all jobs of the tenant.
 
         Arguments:
@@ -173,23 +185,22 @@ class Effect(Generic[P, R]):
         if not canonical.is_text(name):
             raise ConfigurationError(f"effect {self.name!r}: keyed() takes a non-empty string, not {name!r}")
 
-        def call(*args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
+        def call(*args: P.args, **kwargs: P.kwargs) -> T_co:
             return self._call(None, name, args, kwargs)
 
         return call
 
-    def lookup(self, find: Lookup) -> Lookup:
+    def lookup(self, find: L) -> L:
         """Declare how to ask the provider what became of an operation. Used as a decorator.
 
         Arguments:
-            find: takes an :class:`Operation`, returns a verdict; anything else counts as unresolved.
+            find: ``def`` or ``async def``; takes an :class:`Operation`, returns a verdict; anything else counts as
+                unresolved.
         """
         if self.options.repeatable:
             raise ConfigurationError(f"effect {self.name!r} is repeatable and never unknown; it takes no lookup")
         if not callable(find):
             raise ConfigurationError(f"effect {self.name!r}: lookup takes a function of one Operation")
-        if inspect.iscoroutinefunction(find):
-            raise ConfigurationError(f"effect {self.name!r}: this version runs no `async def` lookups; write `def`")
         try:
             inspect.signature(find).bind(None)
         except TypeError as exc:
@@ -199,16 +210,21 @@ class Effect(Generic[P, R]):
         self.find = find
         return find
 
-    def _call(
-        self, step: str | None, keyed: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Outcome[R]:
+    def _call(self, step: str | None, keyed: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T_co:
         job = current.job_here()
         if job is None:
             raise NoActiveJob(
                 f"effect {self.name!r} was called outside a job, and nothing was done: run its task with delay(), "
                 "apply_async() or apply(), not as a function; in a thread of the job's, use contextvars.copy_context()"
             )
-        return calls.call(job, self, step, keyed, args, dict(kwargs))
+        made: Any
+        if not self.is_async:
+            made = calls.call(job, self, step, keyed, args, dict(kwargs))
+        else:
+            made = calls.acall(job, self, step, keyed, args, dict(kwargs))
+            if not loop.in_coroutine():
+                made = loop.complete(made)
+        return made  # type: ignore[no-any-return]
 
 
 def _step_name(effect_name: str, name: str) -> None:
@@ -256,9 +272,17 @@ class _Decorator:
         self.options = options
 
     @overload
-    def __call__(self, fn: Callable[Concatenate[Operation, P], Outcome[R]]) -> Effect[P, R]: ...
+    def __call__(  # type: ignore[overload-overlap]
+        self, fn: Callable[Concatenate[Operation, P], Coroutine[Any, Any, Outcome[R]]]
+    ) -> Effect[P, Coroutine[Any, Any, Outcome[R]]]: ...
     @overload
-    def __call__(self, fn: Callable[Concatenate[Operation, P], R]) -> Effect[P, R]: ...
+    def __call__(  # type: ignore[overload-overlap]
+        self, fn: Callable[Concatenate[Operation, P], Coroutine[Any, Any, R]]
+    ) -> Effect[P, Coroutine[Any, Any, Outcome[R]]]: ...
+    @overload
+    def __call__(self, fn: Callable[Concatenate[Operation, P], Outcome[R]]) -> Effect[P, Outcome[R]]: ...
+    @overload
+    def __call__(self, fn: Callable[Concatenate[Operation, P], R]) -> Effect[P, Outcome[R]]: ...
     def __call__(self, fn: Callable[..., Any]) -> Effect[Any, Any]:
         name = self.name or f"{fn.__module__}.{fn.__qualname__.replace('.<locals>', '')}"
         made: Effect[Any, Any] = Effect(fn, name, make_options(name, self.options))

@@ -5,6 +5,7 @@ The call and the recording of its outcome never share a ``try``: whatever is not
 
 from __future__ import annotations
 
+import inspect
 import logging
 from contextlib import ExitStack
 from types import TracebackType
@@ -26,7 +27,7 @@ from ..states import OperationStatus as Op
 from ..store.enlist import enlist
 from ..store.hot import STORE_ERRORS, Intent, Row
 from ..values import Operation, Outcome
-from . import deadline, failures, outcomes, process
+from . import deadline, failures, loop, outcomes, process
 from .admission import too_many_operations
 from .lease import clock
 from .outcomes import classify, outcome_of
@@ -48,16 +49,59 @@ def call(
 ) -> Outcome[Any]:
     """Run one declared effect, or return what is recorded for it; the effect's own docstring says more."""
     with Call(job, effect, step, keyed, args, kwargs) as made:
-        recorded = made.begin()
+        recorded = made.replayed() or made.begin()
         if recorded is not None:
             return recorded
+        why_not = made.why_not()
+        if why_not is not None:
+            made.not_called()
+            raise why_not
         value: Any = None
         raised: BaseException | None = None
         try:
             value = made.run()
+            if inspect.isawaitable(value):  # a plain function that makes one
+                value = loop.complete(value)
         except BaseException as exc:
             raised = exc
         return made.finish(value, raised)
+
+
+async def acall(
+    job: ActiveJob,
+    effect: Effect[Any, Any],
+    step: str | None,
+    keyed: str | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Outcome[Any]:
+    """The same for an effect that is awaited: its statements run beside the loop, and always to their end."""
+    with Call(job, effect, step, keyed, args, kwargs) as made:
+        recorded = made.replayed()
+        if recorded is not None:
+            return recorded
+        found, cancelled = await loop.in_thread(made.begin)
+        if found is not None:
+            outcome = found
+        else:
+            why_not = cancelled or made.why_not()
+            if why_not is not None:
+                await loop.in_thread(made.not_called)
+                if cancelled is not None:
+                    job.uncalled = made.intent.step
+                raise why_not
+            value: Any = None
+            raised: BaseException | None = None
+            try:
+                value = await made.run()
+            except GeneratorExit:
+                raise  # the loop was closed, and nobody runs this coroutine any more
+            except BaseException as exc:
+                raised = exc
+            outcome, cancelled = await loop.in_thread(lambda: made.finish(value, raised))
+        if cancelled is not None:
+            raise cancelled
+        return outcome
 
 
 class Call:
@@ -103,6 +147,7 @@ class Call:
         self._shown = {name: value for name, value in arguments.items() if name not in effect.options.redact}
         self._alarm = ExitStack()
         self._confirmed = False
+        self._expires: float | None = None
         name, ordinal = job.open_step(effect, step, keyed)
         self.intent = Intent(
             key=f"{job.tenant}/{effect.name}/{keyed}" if keyed else job.key(name),
@@ -128,26 +173,30 @@ class Call:
 
     # -- before the call -----------------------------------------------------------------------------------------------
 
+    def replayed(self) -> Outcome[Any] | None:
+        """What an earlier attempt of the job recorded for this call; ``None`` where the call is to be made."""
+        intent = self.intent
+        return self.job.recorded.outcome(self.effect, intent.step, intent.key, intent.args_digest)
+
     def begin(self) -> Outcome[Any] | None:
         """Record the intent.
 
         Returns:
-            what is recorded for this call already; ``None`` where it is to be made.
+            what is recorded for this call by now; ``None`` where it is to be made.
         """
         job, effect, intent = self.job, self.effect, self.intent
-        replayed = job.recorded.outcome(effect, intent.step, intent.key, intent.args_digest)
-        if replayed is not None:
-            return replayed
         if job.parked is not None:
             raise OutcomeUnknown(f"job {job.id} is parked; no further effect starts", job_id=job.id)
         if intent.keyed:
             job.pass_over()  # the answer may be another job's, and no intent of this one
+        else:
+            job.go_on()
         options = effect.options
         if not job.held.trusted():
             raise job.lost()
-        job.unrecorded.add(self.nonce)
+        job.unrecorded[self.nonce] = intent.key
         started = clock()
-        expires = started + options.deadline if options.deadline and not options.repeatable else None
+        self._expires = started + options.deadline if options.deadline and not options.repeatable else None
         kill = options.deadline if job.prefork and options.kill_at_deadline and not options.repeatable else None
         self._alarm.enter_context(job.hooks.armed(kill))
         try:
@@ -158,10 +207,6 @@ class Call:
             row = self._not_recorded(live)
             if isinstance(row, Outcome):
                 return row
-        if (expires is not None and clock() >= expires) or not job.held.trusted():
-            # The call has not begun, which its owner can prove.
-            self._record(Op.NOT_HAPPENED, evidence={"not_called": "its time was over"})
-            raise job.lost()
         self.op = Operation(
             key=intent.key,
             job_id=job.id,
@@ -172,7 +217,7 @@ class Call:
             arguments=dict(self._shown),
             intent_at=row.intent_at,
             deadline_at=row.deadline_at,
-            _expires=expires,
+            _expires=self._expires,
             _clock=clock,
             _confirm=self._confirm,
         )
@@ -182,7 +227,7 @@ class Call:
         """The intent statement changed nothing: say why, or find that an earlier try of it got through."""
         job, effect, intent = self.job, self.effect, self.intent
         if not live:
-            job.unrecorded.discard(self.nonce)
+            job.unrecorded.pop(self.nonce, None)
             found = job.insist("JOB", until=job.held.trusted, id=job.id)
             row = found[0] if found else None
             ours = row is not None and (row.lease_token, row.fence) == (job.lease.token, job.fence)
@@ -191,13 +236,13 @@ class Call:
             raise job.lost()
         records = job.insist("OPERATION", until=job.held.trusted, key=intent.key)
         if not records:
-            job.unrecorded.discard(self.nonce)
+            job.unrecorded.pop(self.nonce, None)
             full = job.insist("JOB", until=job.held.trusted, id=job.id)[0]
             raise too_many_operations(job.id, full.max_operations, full.operations)
         record = records[0]
         if record.nonce == self.nonce:
             return job.insist("INTENT_OF", until=job.held.trusted, key=intent.key)[0]
-        job.unrecorded.discard(self.nonce)
+        job.unrecorded.pop(self.nonce, None)
         if record.job_id != job.id or intent.keyed:
             if record.effect != effect.name or record.args_digest != intent.args_digest:
                 raise IdempotencyConflict(
@@ -210,10 +255,25 @@ class Call:
         if outcome is not None:
             return outcome
         if record.job_id != job.id:
-            raise Deferred(f"waiting for operation {intent.key} of job {record.job_id}", waiting_for=intent.key)
+            why = f"waiting for operation {intent.key} of job {record.job_id}"
+            job.deferred = Deferred(why, waiting_for=intent.key)
+            raise job.deferred
         if record.status == Op.INTENT_RECORDED:
             raise OperationBusy(f"operation {intent.key} is being called already in this job", key=intent.key)
         raise job.parks(intent.key, "an earlier attempt's outcome is not known")
+
+    def why_not(self) -> BaseException | None:
+        """Why the call may not begin any more, although its intent is recorded."""
+        if self.job.closed:
+            return self.job.over()
+        if (self._expires is not None and clock() >= self._expires) or not self.job.held.trusted():
+            return self.job.lost()
+        return None
+
+    def not_called(self) -> None:
+        """Record that the call has not begun, which its owner can prove."""
+        self._alarm.close()
+        self._record(Op.NOT_HAPPENED, evidence={"not_called": "its time was over, or it was cancelled"})
 
     # -- the call itself -----------------------------------------------------------------------------------------------
 
@@ -268,7 +328,7 @@ class Call:
         """Whether the caller's transaction was committed, the record itself says: nothing here is ever unknown."""
         job, key = self.job, self.intent.key
         record = job.insist("OPERATION", key=key)[0]
-        job.unrecorded.discard(self.nonce)
+        job.unrecorded.pop(self.nonce, None)
         if record.nonce == self.nonce and record.status == Op.INTENT_RECORDED:
             error = failures.to_json(raised) if raised is not None else None
             # Waits for the row if the transaction is being committed at this moment, and then finds it resolved.

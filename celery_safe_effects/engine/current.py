@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .job import ActiveJob
 
+    Scope = tuple[Token[ActiveJob | None], ActiveJob | None]
+
 _current: ContextVar[ActiveJob | None] = ContextVar("safe_effects_job", default=None)
 _alone: dict[int, ActiveJob] = {}
 
@@ -27,14 +29,19 @@ def job_here() -> ActiveJob | None:
     return _current.get() or _alone.get(os.getpid())
 
 
-def begin(active: ActiveJob, *, alone: bool) -> Token[ActiveJob | None]:
+def begin(active: ActiveJob, *, alone: bool) -> Scope:
     """Make a job the current one; give what this returns to :func:`end`."""
+    outer = _alone.get(os.getpid())
     if alone:
         _alone[os.getpid()] = active
-    return _current.set(active)
+    return _current.set(active), outer
 
 
-def end(token: Token[ActiveJob | None]) -> None:
-    """The job runs no more."""
-    _alone.pop(os.getpid(), None)
+def end(scope: Scope) -> None:
+    """The job runs no more; the one that ran it by ``apply()``, if any, goes on."""
+    token, outer = scope
+    if outer is None:
+        _alone.pop(os.getpid(), None)
+    else:
+        _alone[os.getpid()] = outer
     _current.reset(token)

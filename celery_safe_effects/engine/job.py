@@ -6,6 +6,7 @@ An intent is recorded before every side effect and an outcome after it (:mod:`.c
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -14,10 +15,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_OID, UUID, uuid5
 
-from ..errors import JobCancelled, LeaseLost, OperationBusy, OutcomeUnknown, ReplayMismatch, StepNameRequired
+from ..errors import (
+    Deferred,
+    JobCancelled,
+    LeaseLost,
+    NoActiveJob,
+    OperationBusy,
+    OutcomeUnknown,
+    ReplayMismatch,
+    StepNameRequired,
+)
 from ..store.hot import STORE_ERRORS, Row, Store
 from ..values import Operation
-from . import deadline
+from . import deadline, loop
 from .lease import HeldLease, clock
 from .replay import Recorded
 
@@ -25,6 +35,9 @@ if TYPE_CHECKING:
     from ..effects import Effect
 
 logger = logging.getLogger(__name__)
+
+CLOSE_TICK = 0.5
+"""Seconds between two looks at whether it is still worth waiting for calls in flight."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +86,21 @@ class ActiveJob:
         self.parked: OutcomeUnknown | None = None
         self.mismatch: ReplayMismatch | None = None
         self.not_happened: BaseException | None = None
+        self.uncalled: str | None = None
+        self.deferred: Deferred | None = None
         self.outgoing: Any = None
         self.children = 0
         self.in_body = False
         self.retries_over = False
         self.passed: int = row.passed
-        self.unrecorded: set[UUID] = set()
-        """The nonces of intents that may be recorded, and whose outcome is not."""
+        self.unrecorded: dict[UUID, str] = {}
+        """The nonces and keys of intents that may be recorded, and whose outcome is not."""
+        self.closed = False
+        """The body has ended: no further effect starts."""
         self._not_passed: int = 0
         self._lock = threading.Lock()
-        self._open: set[str] = set()
+        self._none_open = threading.Condition(self._lock)
+        self._open: dict[str, asyncio.Task[Any] | None] = {}
         self.position = 0
         """How many calls have begun."""
         self._unnamed = 0
@@ -120,6 +138,12 @@ class ActiveJob:
             self.held.cancelled = self.held.cancelled or rows[0].cancelled
             raise self.cancelled(rows[0])
 
+    async def acheckpoint(self) -> None:
+        """As :meth:`checkpoint`, without blocking the event loop."""
+        _, cancelled = await loop.in_thread(self.checkpoint)
+        if cancelled is not None:
+            raise cancelled
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def key(self, step: str) -> str:
@@ -134,8 +158,11 @@ class ActiveJob:
 
         Raises:
             StepNameRequired, OperationBusy: another call is open.
+            NoActiveJob: the body has ended.
         """
         with self._lock:
+            if self.closed:
+                raise self.over()
             if step is None and keyed is None and self._open:
                 raise StepNameRequired(
                     f"effect {effect.name!r} was called while {', '.join(sorted(self._open))} is open; name "
@@ -148,13 +175,37 @@ class ActiveJob:
                 raise OperationBusy(f"step {name!r} of job {self.id} is being called already", step=name)
             self._unnamed = unnamed
             self.position += 1
-            self._open.add(name)
+            self._open[name] = asyncio.current_task() if loop.in_coroutine() else None
             return name, self.position
 
     def close_step(self, name: str) -> None:
         """A call is over."""
         with self._lock:
-            self._open.discard(name)
+            self._open.pop(name, None)
+            if not self._open:
+                self._none_open.notify_all()
+
+    def interrupt(self) -> None:
+        """Cancel the calls that coroutines have in flight."""
+        with self._lock:
+            tasks = [task for task in self._open.values() if task is not None]
+        for task in tasks:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    def close(self, patience: float | None = None) -> None:
+        """The body has ended: no further effect starts, and the calls in flight are waited for.
+
+        Arguments:
+            patience: seconds; ``None`` waits for as long as the lease is ours. What is in flight then is unknown.
+        """
+        until = None if patience is None else clock() + patience
+        with self._lock:
+            self.closed = True
+            while self._open and (self.held.trusted() if until is None else clock() < until):
+                self._none_open.wait(CLOSE_TICK if until is None else min(CLOSE_TICK, max(0.0, until - clock())))
+            open_keys = list(self.unrecorded.values())
+        if open_keys and self.parked is None:
+            self.parks(open_keys[0], "its call has not returned")
 
     def did_not_happen(self, exc: BaseException | None) -> None:
         """A step did not happen; unless the body goes on from ``exc``, it is the last one and may be sent again."""
@@ -162,12 +213,29 @@ class ActiveJob:
         if exc is not None:
             self.not_happened = exc
 
+    def go_on(self) -> None:
+        """The body is about to do something more; not behind a call that was cancelled before it began.
+
+        A replay could not take the same way: nothing tells it when to cancel, and it would make that call.
+
+        Raises:
+            Deferred: the body is to run again.
+        """
+        if self.uncalled is not None:
+            self.deferred = Deferred(
+                f"step {self.uncalled!r} of job {self.id} was cancelled before its call began; the body runs again"
+            )
+        if self.deferred is not None:
+            raise self.deferred
+
     def pass_over(self) -> None:
         """The body does something else than an effect of its own: steps that did not happen are behind it now.
 
         Raises:
             LeaseLost: nothing else may be done.
+            Deferred: see :meth:`go_on`.
         """
+        self.go_on()
         if self._not_passed > self.passed:
             rows = self.insist(
                 "WENT_ON",
@@ -208,6 +276,10 @@ class ActiveJob:
         return LeaseLost(
             f"job {self.id} (fence {self.fence}) is no longer ours; nothing more is recorded", job_id=self.id
         )
+
+    def over(self) -> NoActiveJob:
+        """The body has ended: what to raise in what it left behind."""
+        return NoActiveJob(f"the body of job {self.id} has ended; no further effect of it starts")
 
     def parks(self, key: str, why: str) -> OutcomeUnknown:
         """An outcome is not known, and no further effect starts: what to raise."""

@@ -82,7 +82,7 @@ def record(
         raise job.lost()
     if row[0].status is None and not _own_record(job, key, nonce, status, ref):
         raise job.lost()
-    job.unrecorded.discard(nonce)
+    job.unrecorded.pop(nonce, None)
     if row[0].doubled:
         _double(job, key, ref)
     if not row[0].held:

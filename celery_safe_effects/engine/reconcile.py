@@ -6,6 +6,7 @@ lookup delays no other.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from collections import Counter, deque
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .. import canonical
 from ..store.hot import Row, Store
 from ..values import Happened, NotHappened, Operation, Refused, Unresolved, Verdict
-from . import failures
+from . import failures, loop
 from .lease import clock
 
 if TYPE_CHECKING:
@@ -280,7 +281,10 @@ class _Lookup:
                 _clock=clock,
             )
             find = self._effect.find
-            self._answer = find(operation) if find is not None else None
+            answer = find(operation) if find is not None else None
+            if inspect.isawaitable(answer):
+                answer = loop.complete(answer, timeout=max(0.0, self.ends - clock()))
+            self._answer = answer
         except BaseException as exc:
             self._answer = Unresolved(f"the lookup raised {type(exc).__name__}: {exc}")
         finally:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from uuid import uuid4
 
 from celery.app.task import Context
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.worker import state as worker_state
 from kombu.exceptions import EncodeError
 
 from .. import canonical, signals
-from ..engine import current, failures, outcomes, process
+from ..engine import current, failures, loop, outcomes, process
 from ..engine.admission import OPERATIONS_LIMIT
 from ..engine.calls import intent_options
 from ..engine.job import ActiveJob
@@ -328,15 +328,18 @@ class Execution:
             task._user_before_start(self.id, self.args, self.kwargs)
 
     def _body(self, job: ActiveJob) -> _Conclusion:
+        value: Any = None
+        raised: BaseException | None = None
         try:
             self._started()
             value = self.task._invoke(*self.args, **self.kwargs)
         except BaseException as exc:
-            return self._failed(job, exc)
+            raised = exc
+        raised = self._close(job, raised) or job.mismatch or job.parked or job.deferred
+        if raised is not None:
+            return self._failed(job, raised)
         if isinstance(value, Outcome):
             value = value.result
-        if job.parked is not None or job.mismatch is not None:
-            return self._failed(job, job.mismatch or job.parked)  # type: ignore[arg-type]
         try:
             return _Conclusion("succeeded", result=canonical.encode(value), value=value)
         except (TypeError, ValueError) as exc:
@@ -344,6 +347,18 @@ class Execution:
                 f"task {self.task.name} returned what is not JSON ({exc}); its effects stand and are not run again"
             )
             return _Conclusion("failed", "result_not_json", error=failures.to_json(error), tell=error)
+
+    def _close(self, job: ActiveJob, raised: BaseException | None) -> BaseException | None:
+        """The body has ended: so do the calls that it left in flight, and none of them starts later."""
+        try:
+            if not _interrupts(raised):
+                job.close()
+                return raised
+        except BaseException as exc:
+            raised = exc
+        job.interrupt()
+        job.close(loop.GRACE)
+        return raised
 
     def _failed(self, job: ActiveJob, exc: BaseException) -> _Conclusion:
         """What an exception out of the body means for the job."""
@@ -363,9 +378,13 @@ class Execution:
                 return _Conclusion("cancelled", reason, tell=Ignore())
             error = SafeEffectsError(f"job {self.id} is older than its max_age")
             return _Conclusion("failed", reason, error=failures.to_json(error), tell=error)
-        deferred = failures.find(exc, (Deferred,))
+        deferred = job.deferred or failures.find(exc, (Deferred,))
         if deferred is not None:
             key = deferred.details.get("waiting_for")  # type: ignore[attr-defined]
+            if key is None:
+                again = SafeEffectsError(str(deferred))
+                text, delay = failures.to_json(again), self._backoff(job)
+                return _Conclusion("again", "cancelled_call", error=text, delay=delay, tell=Ignore(), value=again)
             return _Conclusion("queued", f"waiting_for:{key}", refund=1, waiting_for=key, tell=Ignore())
         if isinstance(exc, Retry):
             return self._retry(job, exc)
@@ -379,7 +398,7 @@ class Execution:
             and job.not_happened is not None
             and failures.find(exc, (type(job.not_happened),)) is job.not_happened
         ):
-            delay = min(MAX_BACKOFF, BACKOFF * 2 ** min(job.attempt - 1, 16))
+            delay = self._backoff(job)
             tell = Retry(exc=job.not_happened, when=delay)
             return _Conclusion("again", "not_happened", error=failures.to_json(exc), delay=delay, tell=tell, value=exc)
         if not isinstance(exc, Exception):
@@ -387,10 +406,14 @@ class Execution:
             # attempt; a body that ends its process by itself must not do so for ever.
             if worker_state.should_stop is not None or worker_state.should_terminate is not None:
                 return _Conclusion("queued", "stopped", refund=1, tell=exc)
-            delay = min(MAX_BACKOFF, BACKOFF * 2 ** min(job.attempt - 1, 16))
+            delay = self._backoff(job)
             return _Conclusion("again", "stopped", error=failures.to_json(exc), delay=delay, tell=exc, value=exc)
         reason = OPERATIONS_LIMIT if getattr(exc, "reason", None) == OPERATIONS_LIMIT else "error"
         return _Conclusion("failed", reason, error=failures.to_json(exc), tell=exc)
+
+    @staticmethod
+    def _backoff(job: ActiveJob) -> float:
+        return float(min(MAX_BACKOFF, BACKOFF * 2 ** min(job.attempt - 1, 16)))
 
     def _retry(self, job: ActiveJob, exc: Retry) -> _Conclusion:
         delay = exc.when if isinstance(exc.when, (int, float)) else 0.0
@@ -644,6 +667,14 @@ class Execution:
     def _tell_cancelled(self, reason: str, fence: int) -> None:
         self.safe.teller.cancelled(self.task, self.id, self.request, reason, fence)
         raise Ignore(f"job {self.id} is cancelled")
+
+
+def _interrupts(exc: BaseException | None) -> bool:
+    """Whether it came from outside, a time limit or a shutdown, and asks for haste."""
+    ours = (OutcomeUnknown, LeaseLost, JobCancelled, Deferred)
+    return exc is not None and (
+        isinstance(exc, SoftTimeLimitExceeded) or not (isinstance(exc, Exception) or failures.find(exc, ours))
+    )
 
 
 def _json_or_none(value: Any) -> str | None:

@@ -10,15 +10,17 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from celery import Task
+from celery._state import _task_stack
 from celery.app.task import Task as BaseTask
 from celery.exceptions import Retry
 from celery.utils.imports import symbol_by_name
 
 from .. import canonical
 from ..effects import Effect, body_effect
-from ..engine import current, failures
+from ..engine import current, failures, loop
 from ..engine.job import ActiveJob
 from ..errors import ConfigurationError, NoActiveJob, UndeclaredEffect
+from .asynchronous import apart, at_home, awaited_run, finished, follow
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -60,12 +62,22 @@ class SafeTask(Task):
     pool: ClassVar[str | None] = None
     tenant: ClassVar[str | None] = None
 
+    _is_async: ClassVar[bool] = False
     _declared: ClassVar[tuple[Effect[Any, Any], ...] | None] = None
     _body: ClassVar[Effect[Any, Any] | None] = None
     _store_started: ClassVar[bool] = False
     _user_call: ClassVar[Any] = None
     _user_before_start: ClassVar[Any] = None
     _dump_pydantic_arguments: ClassVar[Any] = None  # Celery's own, from 5.7 on
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """An ``async def`` body is awaited on the process's loop; before anything of Celery's is wrapped around it."""
+        super().__init_subclass__(**kwargs)
+        run = inspect.getattr_static(cls, "run")
+        made = awaited_run(run)
+        if made is not run:
+            cls.run = made
+            cls._is_async = True
 
     @classmethod
     def bind(cls, app: Any) -> Any:
@@ -81,8 +93,10 @@ class SafeTask(Task):
         if cls.track_started:
             cls._store_started = True
             cls.track_started = False
-        if inspect.iscoroutinefunction(cls.run) or inspect.isasyncgenfunction(cls.run):
-            raise ConfigurationError(f"task {cls.name!r}: this version runs no `async def` bodies; write `def`")
+        if inspect.isasyncgenfunction(cls.run):
+            raise ConfigurationError(f"task {cls.name!r}: its body returns one result; it must not `yield`")
+        follow(cls.request_stack)
+        follow(_task_stack)
         # A user's own __call__ runs inside the claimed job, whether it calls super() or not, and wherever its class
         # stands among the bases.
         cls._set_aside("__call__", SafeTask, "_user_call")
@@ -231,7 +245,8 @@ class SafeTask(Task):
             return found
         scope = _eager_options.set(ours)
         try:
-            return super().apply(args, kwargs, **options)
+            with apart():
+                return super().apply(args, kwargs, **options)
         finally:
             _eager_options.reset(scope)
 
@@ -243,7 +258,8 @@ class SafeTask(Task):
     def _invoke(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body, by way of the user's own ``__call__`` where there is one."""
         call = self._user_call
-        return call(*args, **kwargs) if call is not None else self.run(*args, **kwargs)
+        with at_home(), loop.synchronous():
+            return finished(call(*args, **kwargs) if call is not None else self.run(*args, **kwargs))
 
     @classmethod
     def _check_for_worker(cls) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,6 +51,29 @@ class Lab:
 
         if lookup:
             made.lookup(lambda op: self.verdict(op) if callable(self.verdict) else self.verdict)
+        return made
+
+    def async_effect(self, name: str, *, lookup: bool = False, **options: Any) -> Any:
+        """The same as ``async def``; where ``behaviour[name]`` gives something awaitable, it is awaited."""
+
+        @effect(name=next(names), **options)
+        async def made(op: Any, *args: Any) -> Any:
+            self.calls.append((name, op.key))
+            wanted = self.behaviour.get(name)
+            if isinstance(wanted, BaseException):
+                raise wanted
+            if not callable(wanted):
+                return Outcome(f"{name}-{len(self.calls)}", list(args))
+            given = wanted(op, *args)
+            return await given if inspect.isawaitable(given) else given
+
+        if lookup:
+
+            @made.lookup
+            async def find(op: Any) -> Any:
+                given = self.verdict(op) if callable(self.verdict) else self.verdict
+                return await given if inspect.isawaitable(given) else given
+
         return made
 
     def task(self, body: Callable[..., Any], **options: Any) -> Any:

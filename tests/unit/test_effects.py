@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_safe_effects import NoActiveJob, Operation, Outcome, SafeEffects, SafeTask, effect
+from celery_safe_effects import NoActiveJob, NotHappened, Operation, Outcome, SafeEffects, SafeTask, effect
 from celery_safe_effects.effects import Effect, registered
 from celery_safe_effects.engine.outcomes import classify, outcome_of
 from celery_safe_effects.errors import ConfigurationError
@@ -171,27 +172,40 @@ def test_a_repeatable_effect_takes_no_lookup() -> None:
         return None
 
     with pytest.raises(ConfigurationError, match="never unknown"):
-        model.lookup(print)  # type: ignore[arg-type]
+        model.lookup(print)  # type: ignore[type-var]
 
 
-def test_async_functions_are_refused_at_declaration() -> None:
-    with pytest.raises(ConfigurationError, match="async def"):
-
-        @effect(name="unit.async")
-        async def later(op: Operation) -> None:
-            return None
+def test_an_effect_is_as_asynchronous_as_its_function() -> None:
+    @effect(name="unit.async")
+    async def later(op: Operation) -> None:
+        return None
 
     @effect(name="unit.sync")
     def now(op: Operation) -> None:
         return None
 
-    async def find(op: Operation) -> Any:
-        return None
+    @now.lookup
+    async def find(op: Operation) -> NotHappened:
+        return NotHappened()
 
-    with pytest.raises(ConfigurationError, match="async def"):
-        now.lookup(find)  # type: ignore[arg-type]
+    assert (later.is_async, now.is_async) == (True, False)
+    assert now.find is find
+    assert id(later.blocking) == id(later)
     with pytest.raises(ConfigurationError, match="Operation alone"):
-        now.lookup(lambda: None)  # type: ignore[arg-type, misc]
+        now.lookup(lambda: None)  # type: ignore[type-var]
+
+
+def test_a_generator_is_no_effect() -> None:
+    async def several(op: Operation) -> AsyncIterator[int]:
+        yield 1
+
+    def others(op: Operation) -> Iterator[int]:
+        yield 1
+
+    for fn in (several, others):
+        with pytest.raises(ConfigurationError, match="yield"):
+            effect(name="unit.generator")(fn)
+    assert registered("unit.generator") is None
 
 
 @pytest.fixture
@@ -241,12 +255,12 @@ def test_wrong_task_options_are_found_at_start(app: Celery, options: dict[str, A
         app.__dict__["_safe_effects"].check_declarations()
 
 
-def test_an_async_body_is_refused(app: Celery) -> None:
-    @app.task(base=SafeTask, shared=False, name="unit.async_body", effects=[])
-    async def task() -> None:
-        return None
+def test_a_body_that_yields_is_refused(app: Celery) -> None:
+    @app.task(base=SafeTask, shared=False, name="unit.yields", effects=[])
+    async def task() -> AsyncIterator[int]:
+        yield 1
 
-    with pytest.raises(ConfigurationError, match="async def"):
+    with pytest.raises(ConfigurationError, match="yield"):
         app.finalize()
 
 
