@@ -19,7 +19,7 @@ from .errors import (
 )
 from .glue.task import SafeTask
 from .limits import Limits
-from .values import Happened, NotHappened, Operation, Outcome, Refused, Unresolved
+from .values import Enqueued, Happened, NotHappened, Operation, Outcome, Refused, Unresolved
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,7 @@ __all__ = [
     "AcceptanceUnknown",
     "AdmissionRejected",
     "EffectRefused",
+    "Enqueued",
     "Happened",
     "IdempotencyConflict",
     "JobCancelled",

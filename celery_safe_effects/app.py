@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import psycopg
@@ -22,13 +22,14 @@ from .engine.sweep import Sweeper, Swept
 from .errors import ConfigurationError, NotAllowed, NotFound, SafeEffectsError
 from .glue import periodic, worker
 from .glue.announce import Announcer
+from .glue.many import Many
 from .glue.publish import Publisher
 from .glue.task import SafeTask, keep_built_ins_plain
 from .glue.teller import Teller
 from .limits import Limits
 from .store import migrate
 from .store.hot import Lease, Store
-from .values import Happened, JobRow, NotHappened, OperationRow, Refused, TransitionRow
+from .values import Enqueued, Happened, JobRow, NotHappened, OperationRow, Refused, TransitionRow
 
 logger = logging.getLogger(__name__)
 
@@ -270,6 +271,28 @@ class SafeEffects:
         task = self.app.tasks.get(row.task)
         if task is not None:
             self.teller.unknown(task, row.id, None, row.reason or "lease_expired")
+
+    # -- producers -----------------------------------------------------------------------------------------------------
+
+    def enqueue_many(self, items: Iterable[Any], *, transaction: Any = None) -> list[Enqueued]:
+        """Enqueue many calls of SafeTasks at once: few statements, a verdict for each, and none hurts another.
+
+        Arguments:
+            items: signatures, such as ``task.s(1).set(idempotency_key="order-1", tenant="acme", countdown=5)``; or
+                tuples ``(task, args, kwargs, options)``, the task by name too, of which the last may be left out. Two
+                items of one key are as two calls in this order.
+            transaction: as in ``apply_async``: the jobs and the caller's rows commit or vanish together.
+
+        Returns:
+            an :class:`~celery_safe_effects.Enqueued` for each item, in order. What is wrong with an item, or stands
+            against it, is its verdict's ``error`` and is not raised.
+
+        Raises:
+            ConfigurationError: for what is no transaction.
+            SchemaMismatch: when the database is of another version.
+            ReplayMismatch: in a job's body that sent other messages before.
+        """
+        return Many(self.publisher, transaction).run(items)
 
     # -- operators -----------------------------------------------------------------------------------------------------
 

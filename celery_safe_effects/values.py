@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 R = TypeVar("R")
 
@@ -190,6 +190,32 @@ class TransitionRow:
     fence: int
     actor: str
     reason: str | None
+
+
+@dataclass(frozen=True)
+class Enqueued:
+    """What became of one call of ``enqueue_many``.
+
+    Attributes:
+        status: ``accepted``; ``existing``: the same call has a job already; ``refused``: nothing was written, and
+            ``error`` says why; ``unknown``: the database did not say, and the same call under the same ``job_id`` (as
+            ``task_id``) or key finds out.
+        job_id: the job's id; of a refused call, the id that it would have had, or of the job that holds its key; or
+            ``None``.
+        error: what a single call would have raised.
+    """
+
+    status: Literal["accepted", "existing", "refused", "unknown"]
+    job_id: str | None
+    error: Exception | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """A stable text for why it was refused: the error's ``reason`` or ``code``; of a foreign error, its class."""
+        error = self.error
+        if error is None:
+            return None
+        return str(getattr(error, "reason", None) or getattr(error, "code", None) or type(error).__name__)
 
 
 def seconds(value: float | timedelta | None) -> float | None:

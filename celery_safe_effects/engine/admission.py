@@ -21,6 +21,8 @@ LAPSE: Final = 15.0
 """Seconds until a place in a queue lapses that was kept for a caller's transaction which never used it."""
 RETRY_AFTER: Final = 1.0
 """Seconds after which a refused caller may ask again; nothing tells when another job will start."""
+REMEMBERED: Final = 1000
+"""Documents of limits that a process keeps encoded; most calls have the same."""
 TASK_LIMITS: Final = frozenset({"max_attempts", "max_age", "max_operations"})
 
 OPERATIONS_LIMIT: Final = "operations_limit"
@@ -76,6 +78,7 @@ class Admission:
         self.store = store
         self.common: dict[str, Any] = {**defaults, **limits.document()}
         """What applies where neither task nor tenant nor a stored limit says anything."""
+        self._given: dict[tuple[Any, ...], str] = {}
 
     def given(self, *narrower: Mapping[str, Any]) -> str:
         """The caller's side of the limits, as the statements take it.
@@ -86,10 +89,13 @@ class Admission:
         Returns:
             a JSON document; stored limits and the tenant's own go before it in the database.
         """
-        found = dict(self.common)
-        for limits in narrower:
-            found.update({name: value for name, value in limits.items() if value is not None})
-        return canonical.encode(found)
+        said = tuple((name, value) for limits in narrower for name, value in limits.items() if value is not None)
+        found = self._given.get(said)
+        if found is None:
+            if len(self._given) > REMEMBERED:
+                self._given.clear()
+            found = self._given[said] = canonical.encode({**self.common, **dict(said)})
+        return found
 
     def running(self, narrower: Mapping[str, Any]) -> str | None:
         """The same for a claim, where only slots and operations matter; ``None`` without any."""

@@ -234,30 +234,43 @@ class Acceptance:
             SchemaMismatch, psycopg.Error: what no candidate is to blame for.
         """
         door = door or Door()
-        ask = functools.partial(self._ask, door, tries=tries, give_up=clock() + PATIENCE_WITH_KEYS)
-        found = _in_order(candidates, ask)
-        self._tell_refusals(
-            [
-                (candidate.envelope.task, verdict.error)
-                for candidate, verdict in zip(candidates, found, strict=True)
-                if isinstance(verdict.error, AdmissionRejected)
-            ]
-        )
-        return self._tell(found, door)
+        return self.tell(candidates, self.ask(candidates, door, tries=tries), door)
 
-    def _ask(self, door: Door, candidates: list[Candidate], *, tries: int, give_up: float) -> list[Verdict]:
+    def ask(self, candidates: Sequence[Candidate], door: Door, *, tries: int = ACCEPT_TRIES) -> list[Verdict]:
+        """The database's part of :meth:`accept`, which may run beside its caller."""
+        wait = LOCK_TIMEOUT if len(candidates) == 1 else LOCK_TIMEOUT_OF_MANY
+        give_up = clock() + PATIENCE_WITH_KEYS
+        return _in_order(candidates, functools.partial(self._ask, door, tries=tries, wait=wait, give_up=give_up))
+
+    def tell(self, candidates: Sequence[Candidate], verdicts: list[Verdict], door: Door) -> list[Verdict]:
+        """The rest of :meth:`accept`: signals, counters, forgotten results."""
+        refused = [
+            (candidate.envelope.task, verdict.error)
+            for candidate, verdict in zip(candidates, verdicts, strict=True)
+            if isinstance(verdict.error, AdmissionRejected)
+        ]
+        if refused:
+            self._tell_refusals(refused)
+        if door.enlisted is None:
+            self.safe.announce(door.actor, *(verdict.job_id for verdict in verdicts if verdict.status == "accepted"))
+            for verdict in verdicts:
+                if verdict.told:
+                    self._remind(verdict.job_id)
+        return verdicts
+
+    def _ask(self, door: Door, candidates: list[Candidate], *, tries: int, wait: str, give_up: float) -> list[Verdict]:
         """The accepting statement; repeated under the same ids if its reply was lost."""
         sent = False
         for attempt in range(tries):
             try:
-                return self._statement(self._run(door), door, candidates, sent)
+                return self._statement(self._run(door), door, candidates, wait, sent)
             except (psycopg.errors.LockNotAvailable, psycopg.DataError) as exc:
                 busy = isinstance(exc, psycopg.errors.LockNotAvailable)
                 if len(candidates) == 1 or (busy and clock() >= give_up):
                     return [_refused(candidate, _blame(exc), exc) for candidate in candidates]
                 # One of them cannot be stored, or waits for another's open transaction: find it, for the others' sake.
                 half = len(candidates) // 2
-                ask = functools.partial(self._ask, door, tries=tries, give_up=give_up)
+                ask = functools.partial(self._ask, door, tries=tries, wait=wait, give_up=give_up)
                 return ask(candidates[:half]) + ask(candidates[half:])
             except StoreUnavailable as exc:
                 if door.enlisted is not None:
@@ -299,12 +312,12 @@ class Acceptance:
         for attempt in range(ACCEPT_TRIES):
             try:
                 with self._unit(door) as run:
-                    found = _in_order(candidates, lambda now: self._statement(run, door, now, sent))  # noqa: B023
+                    found = _in_order(candidates, lambda now: self._statement(run, door, now, LOCK_TIMEOUT, sent))  # noqa: B023
                     for candidate, verdict in zip(candidates, found, strict=True):
                         self._must_stand(candidate, verdict)
                     if also is not None:
                         also(run)
-                return self._tell(found, door)
+                return self.tell(candidates, found, door)
             except (psycopg.errors.LockNotAvailable, psycopg.DataError) as exc:
                 raise _blame(exc) from exc
             except StoreUnavailable as exc:
@@ -335,21 +348,22 @@ class Acceptance:
             with door.enlisted.whole():
                 yield self._run(door)
 
-    def _statement(self, run: Run, door: Door, candidates: list[Candidate], sent: bool) -> list[Verdict]:
+    def _statement(self, run: Run, door: Door, candidates: list[Candidate], wait: str, sent: bool) -> list[Verdict]:
         """One row or many in one statement; then, only for those that it did not take, why."""
         config = self.safe.config
         once = {
             "actor": door.actor,
             "admitted": door.admitted,
             "enlisted": door.enlisted is not None,
+            "patience": wait,
             "lead": config.sweep_interval,
             # An enlisted job is due as soon as its commit makes it visible.
             "due": door.due if door.enlisted is None else 0.0,
         }
         if len(candidates) == 1:
-            rows = run("ACCEPT", **candidates[0].params, **once, patience=LOCK_TIMEOUT)
+            rows = run("ACCEPT", **candidates[0].params, **once)
         else:
-            rows = run("ACCEPT_MANY", **_columns(candidates), **once, patience=LOCK_TIMEOUT_OF_MANY)
+            rows = run("ACCEPT_MANY", **_columns(candidates), **once)
         accepted = {row.id: row for row in rows}
         others = [candidate for candidate in candidates if candidate.id not in accepted]
         holders = self._holders(run, others) if others else {}
@@ -358,7 +372,7 @@ class Acceptance:
             free = self.safe.admission.reserve([candidate.params for candidate in unheld])
             kept = _columns([candidate for candidate in unheld if candidate.id in free])
             if free:
-                rows = run("ACCEPT_RESERVED", **kept, **once, patience=LOCK_TIMEOUT_OF_MANY)
+                rows = run("ACCEPT_RESERVED", **kept, **once)
                 accepted.update((row.id, row) for row in rows)
         verdicts = []
         refusals: dict[str, Exception | None] = {}
@@ -392,14 +406,6 @@ class Acceptance:
         return self.safe.store.row("HOLDERS", id=[""], tenant=[tenant], key=[key])
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
-
-    def _tell(self, verdicts: list[Verdict], door: Door) -> list[Verdict]:
-        if door.enlisted is None:
-            self.safe.announce(door.actor, *(verdict.job_id for verdict in verdicts if verdict.status == "accepted"))
-            for verdict in verdicts:
-                if verdict.told:
-                    self._remind(verdict.job_id)
-        return verdicts
 
     def _tell_refusals(self, refused: list[tuple[str, AdmissionRejected]]) -> None:
         for reason, times in Counter(error.reason for _, error in refused).items():

@@ -35,6 +35,7 @@ from ..states import OperationStatus as Op
 from ..store.hot import RETRYABLE, STORE_ERRORS, Lease, Row
 from ..values import Operation, Outcome
 from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest
+from .wire import Message
 
 if TYPE_CHECKING:
     from ..effects import Effect
@@ -639,7 +640,7 @@ class Execution:
             self._tell_cancelled(rows[0].reason or "cancelled", job.fence)
         self._settles(job.fence)
         if end.sends is not None:
-            self.safe.publisher.send_envelope(end.sends)
+            self.safe.publisher.wire.send_one(Message.of(end.sends))
         if status == JobStatus.FAILED and end.wish == "again":
             raise end.value
         if end.tell is not None:

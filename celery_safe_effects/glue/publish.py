@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from celery import current_task, states
 from celery.result import EagerResult
 from kombu.exceptions import ChannelError
-from kombu.exceptions import OperationalError as BrokerError
 
 from .. import canonical
 from ..engine import current
@@ -34,8 +31,10 @@ from ..errors import (
 from ..states import UNKNOWN_STATE
 from ..store.enlist import enlist
 from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Door, Verdict, key_of, time_of
+from .batch import Gathered, gathering
 from .envelope import MARK, Envelope, Mark, arguments_digest, routing_options, with_stable_ids
 from .task import OURS, SafeTask
+from .wire import BATCH, BROKER_ERRORS, Message, Wire
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -57,18 +56,6 @@ EAGER_STATES: Final = {
 }
 """What a job's status is in Celery's words."""
 
-_publishing_as_is: ContextVar[bool] = ContextVar("safe_effects_as_is", default=False)
-
-
-@contextlib.contextmanager
-def as_is() -> Iterator[None]:
-    """Within this block, messages are published without a row being written: they have one."""
-    token = _publishing_as_is.set(True)
-    try:
-        yield
-    finally:
-        _publishing_as_is.reset(token)
-
 
 class Publisher:
     """Wraps an app's sending of task messages.
@@ -81,6 +68,7 @@ class Publisher:
         self.safe = safe
         self.app: Celery = safe.app
         self.acceptance = Acceptance(safe)
+        self.wire = Wire(safe.app)
         self._known: dict[str, tuple[bool, float]] = {}
 
     # -- installation --------------------------------------------------------------------------------------------------
@@ -115,7 +103,7 @@ class Publisher:
 
     def wrap(self, send: Callable[..., Any]) -> Callable[..., Any]:
         """The wrapped ``send_task_message``."""
-        self.send_as_is = send
+        self.wire.send = send
 
         def send_task_message(producer: Any, name: str, message: Any, **options: Any) -> Any:
             return self.send_task_message(send, producer, name, message, options)
@@ -134,14 +122,7 @@ class Publisher:
         try:
             return send(name, args, kwargs, **options)
         except IdempotencyConflict as exc:
-            if job is None or exc.job_id != options.get("task_id"):
-                raise
-            job.mismatch = ReplayMismatch(
-                f"message {job.children} of job {job.id} went out with another task or arguments before; the body "
-                "must send the same messages each time it runs",
-                job_id=job.id,
-            )
-            raise job.mismatch from exc
+            raise in_a_body(exc, options.get("task_id")) from exc
         except AlreadyAccepted as found:
             result_cls = options.get("result_cls") or self.app.AsyncResult
             result = result_cls(found.job_id)
@@ -172,7 +153,7 @@ class Publisher:
         """Write the row of a safe message, then publish it."""
         ours: dict[str, Any] = {key: options.pop(key) for key in OURS if key in options}
         transaction = options.pop("transaction", None)
-        if _publishing_as_is.get() or not isinstance(message[2], tuple):
+        if not isinstance(message[2], tuple):
             return send(producer, name, message, **options)
         job = current.job()
         own = job is not None and job.id == message[0]["id"]
@@ -191,27 +172,47 @@ class Publisher:
             # A retry, or a replacement: written when the body has unwound, with the end of this run.
             job.outgoing = envelope
             return None
+        hint = Message(name, (headers, properties, body, sent_event), options)
+        batch = gathering()
+        if batch is not None:
+            batch.add(hint, envelope, self.acceptance.candidate(envelope, ours, parent=job))
+            return None
         enlisted = enlist(transaction) if transaction is not None else None
-        verdict, mark = self.accept(envelope, ours, Door(enlisted=enlisted, admitted=_continues(job)), parent=job)
+        verdict, mark = self.accept(envelope, ours, Door(enlisted=enlisted, admitted=continues(job)), parent=job)
         if enlisted is not None:
             # The row says who is due; rolled back, with a savepoint or as a whole, it says nothing.
             enlisted.after_commit(functools.partial(self.deliver_now, envelope.id))
-            return None
-        if not verdict.publish:
-            return None
-        marked = envelope.marked(mark, eta=time_of(self.app, envelope.headers.get("eta")))
-        return self._publish(send, producer, name, (marked.headers, properties, body, sent_event), options, envelope.id)
+        elif verdict.publish:
+            try:
+                self.wire.send_one(self._marked(hint, envelope, mark), producer)
+            except BROKER_ERRORS as exc:
+                # Accepted is accepted: the message is only a hint, and the sweeper will give it again.
+                logger.warning("job %s is accepted, but its message could not be published: %r", envelope.id, exc)
+                self.soon(envelope.id)
+        return None
 
-    def _publish(
-        self, send: Callable[..., Any], producer: Any, name: str, message: Any, options: dict[str, Any], job_id: str
-    ) -> Any:
-        try:
-            return send(producer, name, message, **options)
-        except (BrokerError, OSError) as exc:
-            # Accepted is accepted: the message is only a hint, and the sweeper will give it again.
-            logger.warning("job %s is accepted, but its message could not be published: %r", job_id, exc)
-            self.soon(job_id)
-            return None
+    def _marked(self, hint: Message, envelope: Envelope, mark: Mark) -> Message:
+        """The message of an accepted job."""
+        marked = envelope.marked(mark, eta=time_of(self.app, envelope.headers.get("eta")))
+        return hint._replace(parts=(marked.headers, *hint.parts[1:]))
+
+    def publish_accepted(self, gathered: Sequence[Gathered], verdicts: Sequence[Verdict], door: Door) -> None:
+        """Publish what was accepted together; what does not go out now, the sweeper publishes."""
+        accepted = [(one, verdict) for one, verdict in zip(gathered, verdicts, strict=True) if verdict.seq is not None]
+        if door.enlisted is not None:
+            # The rows say who is due; rolled back, with a savepoint or as a whole, they say nothing.
+            ids = [verdict.job_id for _, verdict in accepted]
+            for start in range(0, len(ids), BATCH):
+                door.enlisted.after_commit(functools.partial(self.deliver_now, *ids[start : start + BATCH]))
+            return
+        ready = [
+            self._marked(one.hint, one.envelope, one.candidate.mark(verdict.seq or 0))
+            for one, verdict in accepted
+            if verdict.publish
+        ]
+        unsent = self.wire.send_all(ready)
+        if unsent:
+            self.soon(*(ready[place].parts[0]["id"] for place in unsent))
 
     def soon(self, *job_ids: str) -> None:
         """Ask the sweeper to publish messages soon; losing this costs only time."""
@@ -331,34 +332,18 @@ class Publisher:
         Returns:
             how many were published: fewer than given when the broker could not be reached, and the rest is due again.
         """
-        for done, row in enumerate(rows):
+        stored = []
+        for row in rows:
             try:
-                self._deliver(row)
-            except (BrokerError, OSError) as exc:
-                logger.warning("publishing job %s and %d more is put off: %r", row.id, len(rows) - done - 1, exc)
-                self.soon(*(later.id for later in rows[done:]))
-                return done
+                envelope = Envelope.decode(row.envelope, self.app.conf.accept_content)
+                mark = Mark(row.seq, row.generation, row.args_digest, row.tenant)
+                stored.append((row.id, Message.of(envelope.marked(mark, eta=row.run_after, retries=row.retries))))
             except Exception:
-                logger.exception("publishing job %s failed", row.id)
-        return len(rows)
-
-    def _deliver(self, row: Any) -> None:
-        stored = Envelope.decode(row.envelope, self.app.conf.accept_content)
-        mark = Mark(row.seq, row.generation, row.args_digest, row.tenant)
-        envelope = stored.marked(mark, eta=row.run_after, retries=row.retries)
-        options = dict(envelope.options)
-        if options.get("exchange") == "" or not options.get("exchange"):
-            options.pop("exchange", None)
-        _ = self.app.amqp.send_task_message  # made at its first use, when wrap() learns the original
-        with self.app.producer_pool.acquire(block=True) as producer, as_is():
-            self.send_as_is(producer, row.task, (envelope.headers, envelope.properties, envelope.body, None), **options)
-
-    def send_envelope(self, envelope: Envelope) -> None:
-        """Publish a message that is none of ours: the plain replacement of a job that has ended."""
-        message = (envelope.headers, envelope.properties, envelope.body, None)
-        _ = self.app.amqp.send_task_message
-        with self.app.producer_pool.acquire(block=True) as producer:
-            self.send_as_is(producer, envelope.task, message, **envelope.options)
+                logger.exception("the message of job %s cannot be read", row.id)
+        unsent = self.wire.send_all([message for _, message in stored])
+        if unsent:
+            self.soon(*(stored[place][0] for place in unsent))
+        return len(rows) - len(unsent)
 
     def deliver_woken(self, slots: list[str]) -> None:
         """Publish who was woken for slots that have just become free; the sweep would, too, a little later."""
@@ -418,12 +403,22 @@ def _derive_canvas_ids() -> None:
     canvas.uuid = uuid
 
 
-def _continues(job: ActiveJob | None) -> bool:
+def in_a_body(exc: IdempotencyConflict, sent_as: str | None) -> SafeEffectsError:
+    """What a conflict means: under an id that follows from a job, its body sent something else before."""
+    job = current.job()
+    if job is None or exc.job_id != sent_as:
+        return exc
+    job.mismatch = ReplayMismatch(
+        f"message {job.children} of job {job.id} went out with another task or arguments before; the body must send "
+        "the same messages each time it runs",
+        job_id=job.id,
+    )
+    return job.mismatch
+
+
+def continues(job: ActiveJob | None) -> bool:
     """Whether Celery sends this after a job's end: the continuation of work that was accepted with it."""
     sender = current_task
     if job is not None or not isinstance(sender and sender._get_current_object(), SafeTask):
         return False
     return bool(sender.request.id and not sender.request.called_directly)
-
-
-__all__ = ["Publisher", "as_is"]

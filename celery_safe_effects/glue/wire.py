@@ -1,0 +1,118 @@
+"""The wire: publishes task messages, one or many, and says which of them did not go out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kombu import exceptions
+from kombu.exceptions import OperationalError as BrokerError
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from .envelope import Envelope
+
+logger = logging.getLogger(__name__)
+
+BROKER_ERRORS: Final = (BrokerError, OSError, getattr(exceptions, "BatchPublishError", BrokerError))
+"""The broker could not be reached, or did not answer: a message may have gone out, or not."""
+BATCH: Final = 500
+"""Messages that a broker gets in one round trip, where it can take several."""
+
+
+class Message(NamedTuple):
+    """A task message that is ready to go out: what Celery's ``send_task_message`` takes."""
+
+    name: str
+    parts: tuple[dict[str, Any], dict[str, Any], Any, Any]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, envelope: Envelope) -> Message:
+        """A stored message."""
+        options = dict(envelope.options)
+        if not options.get("exchange"):
+            options.pop("exchange", None)
+        return cls(envelope.task, (envelope.headers, envelope.properties, envelope.body, None), options)
+
+    @property
+    def route(self) -> tuple[Any, ...]:
+        """Where it goes, as far as something may have to be declared for it."""
+        queue = self.options.get("queue")
+        return getattr(queue, "name", queue), self.options.get("exchange"), self.options.get("routing_key")
+
+
+class Wire:
+    """Publishes through an app's producers.
+
+    Arguments:
+        app: the Celery app.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
+        self.send: Callable[..., Any] | None = None
+        """Celery's own ``send_task_message``, known once the app has made its AMQP object."""
+
+    def send_one(self, message: Message, producer: Any = None) -> None:
+        """Publish a message.
+
+        Raises:
+            One of BROKER_ERRORS: the broker could not be reached.
+            Exception: what else is wrong with this message.
+        """
+        with self.app.producer_or_acquire(producer) as found, found.connection._reraise_as_library_errors():
+            self._send(found, message)
+
+    def send_all(self, messages: Sequence[Message]) -> list[int]:
+        """Publish messages in order, many in one round trip where the broker can take them so.
+
+        Returns:
+            the places of those that did not go out, or may not have, because the broker could not be reached. A
+            message that is wrong in itself is logged and does not hold up the others.
+        """
+        done = 0
+        declared: set[tuple[Any, ...]] = set()
+        try:
+            with self.app.producer_pool.acquire(block=True) as producer:
+                while done < len(messages):
+                    part = messages[done : done + BATCH]
+                    rest = []
+                    for message in part:
+                        if message.route in declared:
+                            rest.append(message)
+                        else:  # the first to go somewhere declares it, and tries again if the connection is stale
+                            declared.add(message.route)
+                            self._send_logged(producer, message)
+                    with producer.connection._reraise_as_library_errors(), _together(producer):
+                        for message in rest:
+                            at_once = {**message.options, "retry": False, "declare": []}
+                            self._send_logged(producer, message._replace(options=at_once))
+                    done += len(part)
+        except BROKER_ERRORS as exc:
+            logger.warning("publishing %d messages is put off: %r", len(messages) - done, exc)
+        return list(range(done, len(messages)))
+
+    def _send_logged(self, producer: Any, message: Message) -> None:
+        try:
+            with producer.connection._reraise_as_library_errors():
+                self._send(producer, message)
+        except BROKER_ERRORS:
+            raise
+        except Exception:
+            logger.exception("publishing %s[%s] failed", message.name, message.parts[0]["id"])
+
+    def _send(self, producer: Any, message: Message) -> None:
+        if self.send is None:
+            _ = self.app.amqp.send_task_message  # made at its first use, and then known
+        assert self.send is not None
+        self.send(producer, message.name, message.parts, **message.options)
+
+
+def _together(producer: Any) -> contextlib.AbstractContextManager[Any]:
+    """Publishes within go out together where kombu and the transport can do that."""
+    batch = getattr(producer, "batch", None)
+    return batch(BATCH) if batch is not None else contextlib.nullcontext()

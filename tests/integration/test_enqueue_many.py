@@ -1,0 +1,503 @@
+"""``enqueue_many``: a verdict for each call, few statements for all of them, and none hurts another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+from celery import Celery, group
+from sqlalchemy import create_engine, pool, text
+from sqlalchemy.orm import Session
+
+from celery_safe_effects import (
+    AcceptanceUnknown,
+    AdmissionRejected,
+    Enqueued,
+    IdempotencyConflict,
+    Limits,
+    SafeEffects,
+    SafeTask,
+    signals,
+)
+from celery_safe_effects.errors import ConfigurationError, StoreUnavailable
+from celery_safe_effects.glue.many import LARGEST_PART, PART, _reprs
+from tests.support.services import Sql
+
+
+class Shop:
+    """A producer; its broker is in memory, so that what was published can be counted."""
+
+    def __init__(self, database_url: str, **conf: Any) -> None:
+        self.app = Celery("many", broker="memory://", set_as_current=False)
+        self.queue = f"many-{uuid4()}"  # all memory transports are one
+        self.app.conf.update(
+            safe_effects_database_url=database_url,
+            safe_effects_max_payload=100_000,
+            task_default_queue=self.queue,
+            **conf,
+        )
+        self.safe = SafeEffects(self.app)
+
+        @self.app.task(base=SafeTask, shared=False, name="many.bill", effects=[])
+        def bill(order: Any, cents: int = 0) -> None:
+            """Does nothing."""
+
+        @self.app.task(base=SafeTask, shared=False, name="many.mail", effects=[], tenant="mailers")
+        def mail(order: Any) -> None:
+            """Does nothing."""
+
+        @self.app.task(shared=False, name="many.plain")
+        def plain(order: Any) -> None:
+            """Is no SafeTask."""
+
+        self.bill, self.mail, self.plain = bill, mail, plain
+        self.statements: list[str] = []
+        run = self.safe.store._execute
+
+        def counted(conn: Any, statement: str, params: Any) -> Any:
+            self.statements.append(statement)
+            return run(conn, statement, params)
+
+        self.safe.store._execute = counted  # type: ignore[method-assign]
+
+    def published(self) -> list[str]:
+        """The ids of the messages in the queue, in their order; they are gone then."""
+        found = []
+        with self.app.connection_for_write() as connection, connection.SimpleQueue(self.queue) as queue:
+            while queue.qsize():
+                message = queue.get()
+                found.append(message.headers["id"])
+                message.ack()
+        return found
+
+
+@pytest.fixture
+def shops(database_url: str) -> Iterator[Callable[..., Shop]]:
+    made: list[Shop] = []
+
+    def make(**conf: Any) -> Shop:
+        made.append(Shop(database_url, **conf))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.safe.close()
+        one.app.close()
+
+
+@pytest.fixture
+def shop(shops: Callable[..., Shop]) -> Shop:
+    return shops()
+
+
+def statuses(found: list[Enqueued]) -> list[str]:
+    return [one.status for one in found]
+
+
+# -- what it is ------------------------------------------------------------------------------------------------------
+
+
+def test_signatures_and_tuples_with_their_options(shop: Shop, sql: Sql) -> None:
+    eta = datetime.now(timezone.utc) + timedelta(hours=1)
+    task_id = str(uuid4())
+    found = shop.safe.enqueue_many(
+        [
+            shop.bill.s("a", cents=1).set(idempotency_key="order-a", tenant="acme", max_attempts=2),
+            shop.bill.s("b").set(countdown=3600, queue="other"),
+            shop.bill.s("c").set(eta=eta, task_id=task_id),
+            (shop.mail, ("d",)),
+            ("many.bill", ["e"], {"cents": 5}, {"tenant": "acme", "expires": 60}),
+            dict(shop.bill.s("f")),
+        ]
+    )
+    assert statuses(found) == ["accepted"] * 6
+    assert all(one.error is None and one.reason is None for one in found)
+    rows = {row["id"]: row for row in sql("SELECT * FROM jobs")}
+    a, b, c, d, e, f = (rows[str(one.job_id)] for one in found)
+    assert (a["tenant"], a["idempotency_key"], a["task"], a["queue"]) == ("acme", "order-a", "many.bill", shop.queue)
+    assert sql("SELECT max_attempts FROM job WHERE id = %s", a["id"]) == [{"max_attempts": 2}]
+    assert b["queue"] == "other"
+    assert b["eta"] > datetime.now(timezone.utc) + timedelta(minutes=50)
+    assert (c["eta"], c["id"]) == (eta, task_id)
+    assert (d["tenant"], d["task"]) == ("mailers", "many.mail")
+    assert (e["tenant"], e["expires_at"] is not None) == ("acme", True)
+    assert f["tenant"] == "default"
+    assert shop.published() == [a["id"], d["id"], e["id"], f["id"]], "in order; the later ones wait in the database"
+
+
+def test_nothing_is_nothing(shop: Shop) -> None:
+    assert shop.safe.enqueue_many([]) == []
+    assert shop.statements == []
+
+
+def test_thousands_take_a_handful_of_statements(shop: Shop, sql: Sql) -> None:
+    """And as little time as ten times fewer single calls, at the least."""
+    shop.bill.delay("warm")
+    shop.statements.clear()
+    number = 2 * PART
+    single, started = 100, time.perf_counter()
+    for n in range(single):
+        shop.bill.apply_async((n,), idempotency_key=f"single-{n}")
+    took = (time.perf_counter() - started) / single
+    assert shop.statements == ["ACCEPT"] * single
+    shop.statements.clear()
+    started = time.perf_counter()
+    found = shop.safe.enqueue_many(shop.bill.s(n).set(idempotency_key=f"order-{n}") for n in range(number))
+    took_many = (time.perf_counter() - started) / number
+    assert statuses(found) == ["accepted"] * number
+    assert shop.statements == ["ACCEPT_MANY"] * 2
+    assert took_many < took
+    rows = sql("SELECT id FROM job WHERE idempotency_key LIKE 'order-%' ORDER BY seq")
+    assert [row["id"] for row in rows] == [one.job_id for one in found], "the first enqueued is the first in the queue"
+    assert len(shop.published()) == number + single + 1
+
+
+def test_a_statement_holds_no_more_than_it_can_take(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("celery_safe_effects.glue.many.PART", 2)
+    monkeypatch.setattr("celery_safe_effects.glue.many.LARGEST_PART", 3)
+    assert LARGEST_PART > PART
+    found = shop.safe.enqueue_many(shop.bill.s(n) for n in range(20))
+    assert statuses(found) == ["accepted"] * 20
+    assert shop.statements == ["ACCEPT_MANY"] * 7
+    assert shop.published() == [one.job_id for one in found]
+
+
+# -- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def test_existing_and_conflicting_ones_beside_new_ones(shop: Shop, sql: Sql) -> None:
+    first = shop.bill.apply_async(("a",), idempotency_key="a")
+    shop.published()
+    found = shop.safe.enqueue_many(
+        [
+            shop.bill.s("a").set(idempotency_key="a"),
+            shop.bill.s("other").set(idempotency_key="a"),
+            shop.mail.s("a").set(idempotency_key="a", tenant="default"),
+            shop.bill.s("a").set(idempotency_key="a", tenant="acme"),
+            shop.bill.s("b"),
+            shop.bill.s("b").set(task_id=first.id),
+        ]
+    )
+    assert statuses(found) == ["existing", "refused", "refused", "accepted", "accepted", "refused"]
+    assert found[0].job_id == first.id
+    for place in (1, 2, 5):
+        error = found[place].error
+        assert isinstance(error, IdempotencyConflict)
+        assert error.job_id == first.id
+        assert found[place].reason == "idempotency_conflict"
+    assert shop.published() == [found[3].job_id, found[4].job_id]
+    assert len(sql("SELECT id FROM jobs")) == 3
+
+
+def test_duplicates_are_as_two_calls_in_order(shop: Shop, sql: Sql) -> None:
+    task_id = str(uuid4())
+    found = shop.safe.enqueue_many(
+        [
+            shop.bill.s("a").set(idempotency_key="a"),
+            shop.bill.s("a").set(idempotency_key="a"),
+            shop.bill.s("not a").set(idempotency_key="a"),
+            shop.bill.s("b").set(task_id=task_id),
+            shop.bill.s("b").set(task_id=task_id),
+            shop.bill.s("not b").set(task_id=task_id, idempotency_key="a"),
+        ]
+    )
+    assert statuses(found) == ["accepted", "existing", "refused", "accepted", "existing", "refused"]
+    assert found[0].job_id == found[1].job_id
+    assert len(sql("SELECT id FROM jobs")) == 2
+    assert shop.published() == [found[0].job_id, task_id]
+
+
+class Odd:
+    """Is no JSON."""
+
+
+def bad_calls(shop: Shop) -> list[tuple[Any, str, str]]:
+    """Each with what is wrong with it, and the reason's text."""
+    return [
+        (None, "payload_invalid", "no call"),
+        ("many.bill", "payload_invalid", "no call"),
+        ({"args": (1,)}, "payload_invalid", "no call"),
+        ((), "payload_invalid", "no call"),
+        ((7, (1,)), "payload_invalid", "neither a task"),
+        ((shop.bill, "abc"), "payload_invalid", "two mappings"),
+        ((shop.bill, (1,), [1]), "payload_invalid", "two mappings"),
+        (shop.plain.s(1), "payload_invalid", "no SafeTask"),
+        (("many.nobody", (1,)), "payload_invalid", "not registered here"),
+        (group(shop.bill.s(1), shop.bill.s(2)), "payload_invalid", "no single call"),
+        (shop.bill.s(1) | shop.bill.s(2), "payload_invalid", "no single call"),
+        (shop.bill.s(1).set(transaction=object()), "payload_invalid", "transaction="),
+        (shop.bill.s(1, 2, 3), "TypeError", ""),
+        (shop.bill.s(Odd()), "payload_invalid", "cannot be encoded"),
+        (shop.bill.s(1).set(idempotency_key=""), "payload_invalid", "idempotency_key"),
+        (shop.bill.s(1).set(idempotency_key="a\x00b"), "payload_invalid", "idempotency_key"),
+        (shop.bill.s(1).set(tenant=7), "payload_invalid", "tenant"),
+        (shop.bill.s(1).set(max_attempts=0), "payload_invalid", "max_attempts"),
+        (shop.bill.s(1).set(queue="a\x00b"), "payload_invalid", "cannot store"),
+        (shop.bill.s("x" * 200_000), "payload_too_large", "bytes"),
+    ]
+
+
+def test_bad_ones_are_refused_by_name_and_hurt_no_other(shop: Shop, sql: Sql) -> None:
+    bad = bad_calls(shop)
+    calls: list[Any] = [shop.bill.s("first")]
+    for call, _, _ in bad:
+        calls += [call, shop.bill.s("good")]
+    found = shop.safe.enqueue_many(calls)
+    for (call, reason, told), one in zip(bad, found[1::2], strict=True):
+        assert (one.status, one.reason) == ("refused", reason), (call, one)
+        assert told in str(one.error), one
+    assert statuses(found[::2]) == ["accepted"] * (len(bad) + 1)
+    assert len(sql("SELECT id FROM jobs")) == len(bad) + 1
+    assert shop.published() == [one.job_id for one in found[::2]]
+
+
+def test_a_limit_refuses_what_is_beyond_it_and_counts_no_existing_one(shops: Callable[..., Shop], sql: Sql) -> None:
+    shop = shops(safe_effects_limits=Limits(tenant_queued=3, tenants={"big": Limits(tenant_queued=100)}))
+    told: list[str] = []
+
+    def receiver(sender: Any = None, error: Any = None, **_: Any) -> None:
+        told.append(f"{sender}: {error.reason}")
+
+    signals.admission_rejected.connect(receiver)
+    old = shop.bill.apply_async(("old",), idempotency_key="old")
+    found = shop.safe.enqueue_many(
+        [
+            shop.bill.s("old").set(idempotency_key="old"),
+            *(shop.bill.s(n) for n in range(4)),
+            *(shop.bill.s(n).set(tenant="big") for n in range(4)),
+        ]
+    )
+    assert statuses(found) == ["existing", "accepted", "accepted", "refused", "refused", *["accepted"] * 4]
+    assert found[0].job_id == old.id
+    error = found[3].error
+    assert isinstance(error, AdmissionRejected)
+    assert (error.reason, error.limit, error.current, error.retry_after) == ("tenant_queue_limit", 3, 3, 1.0)
+    assert told == ["many.bill: tenant_queue_limit"] * 2
+    assert sql("SELECT value FROM counter WHERE name = 'admission_refusals'") == [{"value": 2}]
+    assert statuses(shop.safe.enqueue_many([shop.bill.s("more")])) == ["refused"]
+
+
+def test_batches_of_several_tenants_under_limits_do_not_deadlock_and_are_exact(
+    shops: Callable[..., Shop], sql: Sql
+) -> None:
+    shop = shops(safe_effects_limits=Limits(tenant_queued=25), safe_effects_max_connections=8)
+    tenants = [f"t{n}" for n in range(6)]
+    barrier = threading.Barrier(4, timeout=20)
+    found: list[list[Enqueued]] = []
+
+    def caller(turn: int) -> None:
+        order = tenants[turn:] + tenants[:turn]
+        barrier.wait()
+        found.append(shop.safe.enqueue_many(shop.bill.s(n).set(tenant=t) for n in range(10) for t in order))
+
+    threads = [threading.Thread(target=caller, args=(turn,)) for turn in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {one.reason for part in found for one in part} == {None, "tenant_queue_limit"}
+    counts = sql("SELECT count(*) AS n FROM jobs GROUP BY tenant")
+    assert [row["n"] for row in counts] == [25] * 6
+
+
+# -- the database ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(database_url: str, sql: Sql) -> Iterator[Any]:
+    sql("CREATE TABLE public.orders (id text PRIMARY KEY)")
+    made = create_engine(database_url, poolclass=pool.NullPool)
+    yield made
+    made.dispose()
+
+
+def test_together_with_the_callers_rows(shop: Shop, engine: Any, sql: Sql) -> None:
+    shop.bill.apply_async(("taken",), idempotency_key="taken")
+    shop.published()
+    calls = [
+        shop.bill.s("a").set(idempotency_key="a"),
+        shop.bill.s("a").set(idempotency_key="a"),
+        shop.bill.s("other").set(idempotency_key="taken"),
+        shop.bill.s(Odd()),
+        shop.bill.s("b"),
+    ]
+    for ends in ("rollback", "commit"):
+        with Session(engine) as session:
+            session.execute(text("INSERT INTO public.orders VALUES (:id)"), {"id": "order"})
+            found = shop.safe.enqueue_many(calls, transaction=session)
+            assert statuses(found) == ["accepted", "existing", "refused", "refused", "accepted"]
+            session.execute(text("INSERT INTO public.orders VALUES (:id)"), {"id": "still usable"})
+            assert shop.published() == []
+            assert len(sql("SELECT id FROM jobs")) == 1
+            getattr(session, ends)()
+        if ends == "rollback":
+            assert len(sql("SELECT id FROM jobs")) == 1
+            assert sql("SELECT id FROM public.orders") == []
+    assert {row["id"] for row in sql("SELECT id FROM jobs")} > {found[0].job_id, found[4].job_id}
+    assert sorted(shop.published()) == sorted([str(found[0].job_id), str(found[4].job_id)])
+    assert len(sql("SELECT id FROM public.orders")) == 2
+
+
+def test_limits_within_a_callers_transaction(shops: Callable[..., Shop], engine: Any, sql: Sql) -> None:
+    shop = shops(safe_effects_limits=Limits(tenant_queued=3), safe_effects_max_connections=4)
+    with Session(engine) as one, Session(engine) as two:
+        assert statuses(shop.safe.enqueue_many([shop.bill.s(n) for n in range(2)], transaction=one)) == ["accepted"] * 2
+        found = shop.safe.enqueue_many([shop.bill.s(n) for n in range(3)], transaction=two)
+        assert statuses(found) == ["accepted", "refused", "refused"], "places are kept for the transaction that is open"
+        one.commit()
+        two.commit()
+    assert len(sql("SELECT id FROM jobs")) == 3
+    assert sql("SELECT job_id FROM reservation") == []
+
+
+def test_what_is_no_transaction_is_refused(shop: Shop, sql: Sql) -> None:
+    with pytest.raises(ConfigurationError, match="transaction="):
+        shop.safe.enqueue_many([shop.bill.s(1)], transaction=object())
+    assert sql("SELECT id FROM jobs") == []
+
+
+def test_a_key_in_anothers_open_transaction_holds_up_no_other(shop: Shop, engine: Any, sql: Sql) -> None:
+    with Session(engine) as session:
+        shop.bill.apply_async(("busy",), idempotency_key="busy", transaction=session)
+        found = shop.safe.enqueue_many(
+            shop.bill.s("busy" if n == 31 else n).set(idempotency_key="busy" if n == 31 else f"order-{n}")
+            for n in range(64)
+        )
+        assert statuses(found) == ["refused" if n == 31 else "accepted" for n in range(64)]
+        error = found[31].error
+        assert isinstance(error, AdmissionRejected)
+        assert (error.reason, error.retry_after) == ("idempotency_key_busy", 1.0)
+        session.commit()
+    assert statuses(shop.safe.enqueue_many([shop.bill.s("busy").set(idempotency_key="busy")])) == ["existing"]
+
+
+def test_many_busy_keys_end_the_search_in_time(shop: Shop, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever enqueues the same batch while the first is open gets an answer, not a wait for each key."""
+    monkeypatch.setattr("celery_safe_effects.glue.acceptance.PATIENCE_WITH_KEYS", 0.5)
+    calls = [shop.bill.s(n).set(idempotency_key=f"order-{n}") for n in range(200)]
+    with Session(engine) as session:
+        assert statuses(shop.safe.enqueue_many(calls, transaction=session)) == ["accepted"] * 200
+        started = time.monotonic()
+        found = shop.safe.enqueue_many([*calls, shop.bill.s("free")])
+        assert {one.reason for one in found[:200]} == {"idempotency_key_busy"}
+        assert time.monotonic() - started < 20
+        session.rollback()
+
+
+def test_a_database_that_is_away_or_does_not_say(shop: Shop, sql: Sql, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = shop.safe.store
+    run = store._execute
+
+    def failing(conn: Any, statement: str, params: Any) -> Any:
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(store, "_execute", failing)
+    found = shop.safe.enqueue_many([shop.bill.s(1), shop.bill.s(2)])
+    assert [(one.status, one.reason) for one in found] == [("refused", "store_unavailable")] * 2
+
+    def losing(conn: Any, statement: str, params: Any) -> Any:
+        run(conn, statement, params)
+        raise psycopg.OperationalError("the reply is lost")
+
+    monkeypatch.setattr(store, "_execute", losing)
+    found = shop.safe.enqueue_many([shop.bill.s(1), shop.bill.s(2)])
+    assert statuses(found) == ["unknown"] * 2
+    assert all(isinstance(one.error, AcceptanceUnknown) and one.error.job_id == one.job_id for one in found)
+    assert {row["id"] for row in sql("SELECT id FROM jobs")} == {one.job_id for one in found}
+    assert shop.published() == []
+
+    lost: list[str] = []
+
+    def losing_once(conn: Any, statement: str, params: Any) -> Any:
+        found = run(conn, statement, params)
+        if statement == "ACCEPT_MANY" and not lost:
+            lost.append(statement)
+            raise psycopg.OperationalError("the reply is lost")
+        return found
+
+    monkeypatch.setattr(store, "_execute", losing_once)
+    again = shop.safe.enqueue_many([shop.bill.s(3), shop.bill.s(4)])
+    assert (statuses(again), lost) == (["accepted"] * 2, ["ACCEPT_MANY"])
+    assert shop.published() == [one.job_id for one in again], "it found out that it got through, and publishes"
+
+
+def test_an_unreachable_broker_leaves_accepted_work_to_the_sweep(shop: Shop, sql: Sql) -> None:
+    send, down = shop.safe.publisher.wire.send, [True]
+    assert send is None or callable(send)
+    _ = shop.app.amqp.send_task_message
+    send = shop.safe.publisher.wire.send
+    assert send is not None
+
+    def unreachable(*args: Any, **kwargs: Any) -> Any:
+        if down:
+            raise ConnectionRefusedError("no broker")
+        return send(*args, **kwargs)
+
+    shop.safe.publisher.wire.send = unreachable
+    found = shop.safe.enqueue_many([shop.bill.s(n) for n in range(3)])
+    assert statuses(found) == ["accepted"] * 3
+    assert shop.published() == []
+    down.clear()
+    shop.safe.sweep()
+    assert sorted(shop.published()) == sorted(str(one.job_id) for one in found)
+
+
+# -- in a job, and at once ---------------------------------------------------------------------------------------------
+
+
+def test_in_a_job_that_runs_again_it_is_the_same_jobs(shop: Shop, sql: Sql) -> None:
+    answers: list[list[Enqueued]] = []
+
+    @shop.app.task(base=SafeTask, bind=True, shared=False, name="many.parent", effects=[])
+    def parent(self: Any) -> None:
+        answers.append(shop.safe.enqueue_many(shop.bill.s(n) for n in range(3)))
+        if self.job.attempt == 1:
+            sql("UPDATE job SET lease_until = clock_timestamp() - interval '1 s' WHERE id = %s", self.job.id)
+            shop.safe.sweep()
+            sql("UPDATE job SET run_after = NULL WHERE id = %s", self.job.id)
+            raise SystemExit
+
+    job = str(uuid4())
+    for _ in range(2):
+        parent.apply(task_id=job)
+    assert answers[0] == answers[1]
+    assert statuses(answers[0]) == ["accepted"] * 3
+    rows = sql("SELECT id, tenant, parent_id FROM jobs WHERE task = 'many.bill'")
+    assert {row["id"] for row in rows} == {one.job_id for one in answers[0]}
+    assert {row["parent_id"] for row in rows} == {job}
+
+
+def test_eager_calls_run_at_once(shops: Callable[..., Shop], sql: Sql) -> None:
+    shop = shops(task_always_eager=True)
+    found = shop.safe.enqueue_many([shop.bill.s(1), shop.plain.s(1), shop.bill.s(2).set(idempotency_key="a")])
+    assert statuses(found) == ["accepted", "refused", "accepted"]
+    rows = sql("SELECT id, status FROM jobs")
+    assert {row["id"]: row["status"] for row in rows} == {found[0].job_id: "succeeded", found[2].job_id: "succeeded"}
+    with pytest.raises(ConfigurationError, match="task_always_eager"):
+        shop.safe.enqueue_many([shop.bill.s(1)], transaction=object())
+
+
+def test_a_short_way_to_show_arguments_shows_the_same(shop: Shop) -> None:
+    """Flower and logs show what Celery's own way shows; whatever may differ goes that way."""
+    for args, kwargs in (
+        ((), {}),
+        ((1, "a b", None, True, 1.5), {"cents": 3}),
+        (("ü",), {"cents": -1}),
+        (("it's",), {}),
+        (("a\n", '"', "\\"), {}),
+        (([1, {"a": 2}],), {}),
+        (("x" * 5000,), {}),
+    ):
+        signature = shop.bill.signature(args, kwargs)
+        short = _reprs(signature, shop.app.amqp.argsrepr_maxsize)
+        message = shop.app.amqp.as_task_v2("id", "many.bill", args, kwargs)
+        if short:
+            assert short["argsrepr"] == message.headers["argsrepr"]
+            assert short["kwargsrepr"] == message.headers["kwargsrepr"]
+    assert _reprs(shop.bill.s("plain", cents=1), 1024)
