@@ -38,6 +38,7 @@ RELIED_UPON: Final = (
     Reliance("celery.app.amqp:AMQP", "send_task_message", "publish: what everything that is sent passes"),
     Reliance("celery.app.amqp:Queues", "select_add", "worker: our queue is consumed, also with -Q"),
     Reliance("celery.canvas", "uuid", "publish: ids of canvases that follow from the job"),
+    Reliance("kombu.connection:Connection", "_reraise_as_library_errors", "wire: what a lost broker raises"),
     Reliance("celery.local:Proxy", "_get_current_object", "publish: the task behind current_task"),
     Reliance("celery.app.task:Task", "_get_app", "task: the app's SafeEffects"),
     Reliance("celery.app.task:Task", "request_stack", "asynchronous: a coroutine finds its request"),
