@@ -20,7 +20,7 @@ from .engine.prune import Pruned, Pruner
 from .engine.reconcile import Reconciled, Reconciler
 from .engine.sweep import Sweeper, Swept
 from .errors import ConfigurationError, NotAllowed, NotFound, SafeEffectsError
-from .glue import periodic, worker
+from .glue import gate, periodic, worker
 from .glue.announce import Announcer
 from .glue.many import Many
 from .glue.publish import Publisher
@@ -81,6 +81,7 @@ class SafeEffects:
         self.hooks = Hooks(double_effect=self._on_double_effect)
         periodic.install(self, app)
         app.steps["worker"].add(worker.make_step(self))
+        app.steps["consumer"].add(gate.make_gate(self))
         self._connect_signals(app)
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> None:

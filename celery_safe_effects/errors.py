@@ -50,7 +50,7 @@ class ConfigurationError(SafeEffectsError):
 
 
 class SchemaMismatch(ConfigurationError):
-    """The database's schema is missing, older or newer than this library needs."""
+    """The database's schema is missing, older than this library needs, or newer and not made for it too."""
 
     code = "schema_mismatch"
 

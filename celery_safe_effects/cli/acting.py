@@ -27,7 +27,7 @@ def upgrade(console: Console, safe: SafeEffects) -> Answer:
     with safe.store.connections.connection():
         pass  # a wrong or unreachable address is told here, within the time limit of a connection
     applied = safe.upgrade()
-    name, version = safe.config.schema, migrate.latest()
+    name, version = safe.config.schema, safe.store.rows("SCHEMA_VERSION")[0].version
     names = {m.version: m.name for m in migrate.migrations()}
     document = {
         "schema": name,

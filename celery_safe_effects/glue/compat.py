@@ -22,7 +22,7 @@ SUPPORTED: Final = ("5.5", "5.6", "5.7")
 class Reliance(NamedTuple):
     """A name of Celery's, and what it is needed for.
 
-    ``owner`` is a module, ``module:Class``, or ``module:function()`` for an attribute that a function sets.
+    ``owner`` is a module, ``module:Class``, or ``module:function()`` for an attribute that a function's code names.
     """
 
     owner: str
@@ -47,6 +47,10 @@ RELIED_UPON: Final = (
     Reliance("celery.app.task:Task", "Request", "task: our request in the worker's main process"),
     Reliance("celery.app.task:Task", "start_strategy", "task: no consuming without SafeEffects"),
     Reliance("celery.app.autoretry:add_autoretry_behaviour()", "_orig_run", "execution: autoretry is not the author"),
+    Reliance("celery.worker.consumer:Consumer", "update_strategies", "gate: our mapping is filled by it"),
+    Reliance("celery.worker.consumer:Consumer", "create_task_handler", "gate: our mapping is asked by it"),
+    Reliance("celery.worker.consumer:Consumer.__init__()", "strategies", "gate: the mapping that ours replaces"),
+    Reliance("celery.worker.consumer:Consumer", "on_unknown_task", "gate: an unmarked message of an unknown task"),
     Reliance("celery.worker.request:Request", "_request_dict", "request: the message's headers"),
     Reliance("celery.worker.request:Request", "_payload", "request: the message's arguments"),
     Reliance("celery.worker.request:Request", "_context", "request: what backends take"),
@@ -89,8 +93,8 @@ def _has(one: Reliance) -> bool:
     module, _, path = one.owner.partition(":")
     try:
         owner: Any = import_module(module)
-        if path:
-            owner = getattr(owner, path.removesuffix("()"))
+        for part in path.removesuffix("()").split(".") if path else ():
+            owner = getattr(owner, part)
     except (ImportError, AttributeError):
         return False
     if path.endswith("()"):

@@ -33,6 +33,11 @@ _DROPPED: Final = frozenset(
 )
 
 
+def is_marked(header: Any) -> bool:
+    """Whether a message's header was written by some version of this library: its message has a row."""
+    return isinstance(header, Mapping) and isinstance(header.get("v"), int)
+
+
 @dataclass(frozen=True)
 class Mark:
     """What a marked message says of its row."""
@@ -48,8 +53,8 @@ class Mark:
 
     @classmethod
     def of(cls, value: Any) -> Mark | None:
-        """Read a header; ``None`` for a message that carries none (or nonsense)."""
-        if not isinstance(value, Mapping) or value.get("v") != 1:
+        """Read a header; ``None`` where there is none that this version understands."""
+        if not is_marked(value) or value["v"] != 1:
             return None
         try:
             return cls(int(value["seq"]), int(value["gen"]), str(value["digest"]), str(value["tenant"]))

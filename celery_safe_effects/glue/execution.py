@@ -34,7 +34,7 @@ from ..states import TERMINAL, JobStatus
 from ..states import OperationStatus as Op
 from ..store.hot import RETRYABLE, STORE_ERRORS, Lease, Row
 from ..values import Operation, Outcome
-from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest
+from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest, is_marked
 from .wire import Message
 
 if TYPE_CHECKING:
@@ -104,6 +104,9 @@ class Execution:
         """
         digest = arguments_digest(self.task.name, self.args, self.kwargs)
         if self.mark is None:
+            if is_marked(getattr(self.request, MARK, None)):
+                # Of a version that says more than this one knows. The sweep gives the job again, in this one's words.
+                self._stale("mark_of_another_version")
             # Its producer gave the continuations no ids that would stay the same if they were sent twice.
             embed = self._envelope().body[2]
             for name in ("callbacks", "errbacks", "chain"):

@@ -22,6 +22,7 @@ from ..engine.republish import Depth
 from ..errors import (
     AcceptanceUnknown,
     AdmissionRejected,
+    ConfigurationError,
     IdempotencyConflict,
     ReplayMismatch,
     SafeEffectsError,
@@ -147,6 +148,14 @@ class Publisher:
             self._known[name] = (known, clock() + KNOWN_FOR)
         return known
 
+    def _refuse_plain(self, name: str) -> None:
+        """A row promises a claim, which a plain task never makes."""
+        if self.app.tasks.get(name) is not None and not self.is_safe(name):
+            raise ConfigurationError(
+                f"task {name!r} is no SafeTask: idempotency_key= and transaction= mean nothing to it; give it "
+                "base=SafeTask, or leave them out; nothing was enqueued"
+            )
+
     def send_task_message(
         self, send: Callable[..., Any], producer: Any, name: str, message: Any, options: dict[str, Any]
     ) -> Any:
@@ -157,6 +166,8 @@ class Publisher:
             return send(producer, name, message, **options)
         job = current.job()
         own = job is not None and job.id == message[0]["id"]
+        if not own and (ours.get("idempotency_key") or transaction is not None):
+            self._refuse_plain(name)
         if not (own or ours.get("idempotency_key") or transaction is not None or self.is_safe(name)):
             return send(producer, name, message, **options)
         headers, properties, body, sent_event = message

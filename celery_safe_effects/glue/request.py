@@ -20,7 +20,7 @@ from ..engine.sweep import BACKOFF, MAX_BACKOFF
 from ..errors import IdempotencyConflict
 from ..states import JobStatus
 from . import held
-from .envelope import MARK, Envelope, Mark
+from .envelope import MARK, Envelope, is_marked
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -55,7 +55,7 @@ class SafeRequest(Request):
     @property
     def marked(self) -> bool:
         """Whether the message belongs to a row already."""
-        return Mark.of(self._request_dict.get(MARK)) is not None
+        return is_marked(self._request_dict.get(MARK))
 
     @property
     def rate_limited(self) -> bool:

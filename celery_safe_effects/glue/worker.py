@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from celery import bootsteps
 
 from ..engine.republish import stuck_after
-from ..errors import SafeEffectsError, StoreUnavailable
+from ..errors import ConfigurationError, SafeEffectsError, StoreUnavailable
 from . import compat
 from .held import Report
 
@@ -65,6 +65,7 @@ def prepare(safe: SafeEffects, app: Any, hostname: str) -> None:
         safe.check_declarations()
         safe.store.check_schema()
         names = safe.task_names()
+        _refuse_what_would_be_stranded(safe, sorted(set(app.tasks) - set(names)))
         if names:
             safe.store.rows("LEARN_TASKS", names=names)
         safe.store.row("MAINTENANCE_BEGIN", name="worker", by=safe.owner(hostname), idle_for=None)
@@ -75,6 +76,24 @@ def prepare(safe: SafeEffects, app: Any, hostname: str) -> None:
         safe.close()  # nothing is open when the pool forks
     if config.consume:
         app.amqp.queues.select_add(config.queue)
+
+
+def _refuse_what_would_be_stranded(safe: SafeEffects, plain: list[str]) -> None:
+    """A task that was a SafeTask goes back to a plain one when its jobs have ended; then its name is forgotten.
+
+    Raises:
+        ConfigurationError: naming the tasks, and how many of their jobs have not ended.
+    """
+    left: dict[str, list[str]] = {}
+    for row in safe.store.rows("UNLEARN_TASKS", names=plain):
+        left.setdefault(row.task, []).append(f"{row.n} {row.status}")
+    if left:
+        what = "; ".join(f"{name!r} ({', '.join(counts)})" for name, counts in left.items())
+        raise ConfigurationError(
+            f"no SafeTask any more, but with jobs that have not ended: {what}. Nothing would run them: keep "
+            "base=SafeTask until they have ended, or end them with `celery -A yourproject safe-effects cancel`; "
+            "docs/adoption.md says how"
+        )
 
 
 class StandIn(threading.Thread):

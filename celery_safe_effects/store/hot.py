@@ -178,7 +178,7 @@ class Store:
     # -- schema -------------------------------------------------------------------------------------------------------
 
     def check_schema(self) -> None:
-        """Refuse a schema that is missing, older or newer.
+        """Refuse a schema that is missing, older, or newer and not made for this code too.
 
         Raises:
             SchemaMismatch: with the command that mends it.
@@ -188,21 +188,22 @@ class Store:
         name = self.config.schema
         try:
             row = self.row("SCHEMA_VERSION")
-            present = row[0] if row else None
         except SchemaMismatch:
-            present = None
+            row = None
         except psycopg.errors.InsufficientPrivilege as exc:
             raise SchemaMismatch(f"schema {name!r} cannot be read: {str(exc).strip()}") from exc
         except psycopg.OperationalError as exc:
             raise StoreUnavailable(f"PostgreSQL does not answer: {str(exc).strip()}") from exc
-        if present == needed:
+        present, oldest_code = (row.version, row.oldest_code) if row is not None else (None, None)
+        if present is not None and oldest_code is not None and oldest_code <= needed <= present:
             return
         if present is None:
             what, todo = "is missing", "run `celery -A yourproject safe-effects upgrade`"
         elif present < needed:
             what, todo = f"is at version {present}, older", "run `celery -A yourproject safe-effects upgrade`"
         else:
-            what, todo = f"is at version {present}, newer", "upgrade the package celery-safe-effects"
+            what = f"is at version {present}, newer, and works with {oldest_code} and later"
+            todo = "upgrade the package celery-safe-effects"
         raise SchemaMismatch(
             f"schema {name!r} {what}; this version of celery-safe-effects needs {needed}: {todo}",
             present=present,

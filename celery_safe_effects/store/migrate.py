@@ -1,5 +1,8 @@
 """Numbered migrations, serialised by a transaction-scoped advisory lock.
 
+Each says in its head which code goes on working once it is applied: ``-- oldest code: N``, where N is the latest
+migration that this code knows. So a rolling deploy can migrate first, while processes of the older code run on.
+
 Callable from the command line, from Alembic (``upgrade(op.get_bind())``) and from a Django migration
 (``upgrade(schema_editor.connection)``).
 """
@@ -15,19 +18,23 @@ from typing import Any, Final
 from psycopg.pq import TransactionStatus
 
 from ..address import conninfo_from_url, quote_schema
-from ..errors import SchemaMismatch
+from ..errors import ConfigurationError, SchemaMismatch
+from .statements import WORKERS_SEEN
 
 LOCK_KEY: Final = 7_236_071_155  # any fixed number: the same for every version of the library
 DEFAULT_SCHEMA: Final = "safe_effects"
+SEEN_FOR: Final = 60.0
+"""Seconds after which workers that did nothing are taken for stopped; some worker sweeps far more often."""
 
 
 @dataclass(frozen=True)
 class Migration:
-    """One numbered file."""
+    """One numbered file; code that knows migration ``oldest_code`` or a later one works once it is applied."""
 
     version: int
     name: str
     sql: str
+    oldest_code: int
 
 
 def migrations() -> list[Migration]:
@@ -36,8 +43,17 @@ def migrations() -> list[Migration]:
     for entry in resources.files(__package__).joinpath("migrations").iterdir():
         match = re.fullmatch(r"(\d{4})_(\w+)\.sql", entry.name)
         if match:
-            found.append(Migration(int(match[1]), match[2], entry.read_text("utf-8")))
+            found.append(_read(int(match[1]), match[2], entry.read_text("utf-8")))
     return sorted(found, key=lambda m: m.version)
+
+
+def _read(version: int, name: str, sql: str) -> Migration:
+    said = re.search(r"^-- oldest code: (\d+)$", sql, re.MULTILINE)
+    if said is None or not 1 <= int(said[1]) <= version:
+        raise ConfigurationError(
+            f"migration {version:04d}_{name} must say `-- oldest code: N`, with N from 1 to {version}"
+        )
+    return Migration(version, name, sql, int(said[1]))
 
 
 def latest() -> int:
@@ -57,7 +73,8 @@ def upgrade(target: Any, schema: str = DEFAULT_SCHEMA) -> list[int]:
         the versions that were applied, empty if there was nothing to do.
 
     Raises:
-        SchemaMismatch: when the schema is newer than this library.
+        SchemaMismatch: when the schema is newer than this library and not made for it too, or when workers run that a
+            pending migration would break.
     """
     if isinstance(target, str):
         import psycopg
@@ -106,25 +123,39 @@ def _apply(cursor: Any, schema: str) -> list[int]:
     cursor.execute(f"CREATE SCHEMA IF NOT EXISTS {quoted}")
     cursor.execute(
         f"CREATE TABLE IF NOT EXISTS {quoted}.schema_version (version integer PRIMARY KEY, name text NOT NULL,"
-        " applied_at timestamptz NOT NULL DEFAULT clock_timestamp())"
+        " oldest_code integer NOT NULL, applied_at timestamptz NOT NULL DEFAULT clock_timestamp())"
     )
-    cursor.execute(f"SELECT coalesce(max(version), 0) FROM {quoted}.schema_version")
-    present = cursor.fetchone()[0]
+    cursor.execute(f"SELECT coalesce(max(version), 0), coalesce(max(oldest_code), 0) FROM {quoted}.schema_version")
+    present, oldest_code = cursor.fetchone()
     known = migrations()
-    if present > known[-1].version:
+    if oldest_code > known[-1].version:
         raise SchemaMismatch(
             f"schema {schema!r} is at version {present}, this library knows {known[-1].version}; "
             "upgrade celery-safe-effects",
             present=present,
             needed=known[-1].version,
         )
-    applied = []
-    for migration in known:
-        if migration.version > present:
-            cursor.execute(migration.sql.replace("{schema}", quoted))
-            cursor.execute(
-                f"INSERT INTO {quoted}.schema_version (version, name) VALUES (%s, %s)",
-                (migration.version, migration.name),
-            )
-            applied.append(migration.version)
-    return applied
+    pending = [migration for migration in known if migration.version > present]
+    if present and any(migration.oldest_code > present for migration in pending):
+        _refuse_while_workers_run(cursor, schema, present, pending[-1].version)
+    for migration in pending:
+        cursor.execute(migration.sql.replace("{schema}", quoted))
+        cursor.execute(
+            f"INSERT INTO {quoted}.schema_version (version, name, oldest_code) VALUES (%s, %s, %s)",
+            (migration.version, migration.name, migration.oldest_code),
+        )
+    return [migration.version for migration in pending]
+
+
+def _refuse_while_workers_run(cursor: Any, schema: str, present: int, wanted: int) -> None:
+    """A migration that older code does not survive waits until none of it runs."""
+    cursor.execute(WORKERS_SEEN.replace("{s}", quote_schema(schema)), {"seen_for": SEEN_FOR})
+    seen = cursor.fetchone()
+    if seen is not None:
+        raise SchemaMismatch(
+            f"schema {schema!r} cannot go from version {present} to {wanted} while workers of the older code run "
+            f"({seen[0]} was here {seen[1]:.0f} s ago): stop all workers and producers, wait {SEEN_FOR:.0f} s and "
+            "upgrade again; nothing was changed",
+            present=present,
+            needed=wanted,
+        )

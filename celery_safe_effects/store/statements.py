@@ -26,7 +26,17 @@ OPERATION_FACTS: Final = """
     o.keyed, o.provider_ref, o.result::text AS result, o.error::text AS error, o.first_intent_at, o.intent_at,
     o.deadline_at"""
 
-SCHEMA_VERSION: Final = "SELECT max(version) FROM {s}.schema_version"
+SCHEMA_VERSION: Final = "SELECT max(version) AS version, max(oldest_code) AS oldest_code FROM {s}.schema_version"
+
+# Traces of running workers: a live lease, or a sweep or reconciliation that no operator ran by hand.
+WORKERS_SEEN: Final = """
+SELECT w.who, extract(epoch FROM clock_timestamp() - w.at)::float8 AS ago_s
+  FROM (SELECT lease_owner AS who, clock_timestamp() AS at FROM {s}.job WHERE lease_until > clock_timestamp()
+         UNION ALL
+        SELECT last_by, last_started_at FROM {s}.maintenance WHERE last_by NOT LIKE 'operator:%%') w
+ WHERE w.at > clock_timestamp() - %(seen_for)s::float8 * interval '1 second'
+ ORDER BY w.at DESC LIMIT 1
+"""
 
 ACCEPTED_COLUMNS: Final = {
     "id": "text", "task": "text", "tenant": "text", "pool": "text", "queue": "text", "priority": "smallint",
@@ -891,6 +901,17 @@ ON CONFLICT (name, label) DO UPDATE SET value = c.value + excluded.value RETURNI
 LEARN_TASKS: Final = """
 INSERT INTO {s}.known_task (name) SELECT unnest(%(names)s::text[])
 ON CONFLICT (name) DO NOTHING RETURNING name
+"""
+# 8: accepted work ends. Tasks that are plain ones now: forgotten, unless jobs are left that only a SafeTask could run.
+UNLEARN_TASKS: Final = """
+WITH left_over AS (
+    SELECT j.task, j.status, count(*) AS n FROM {s}.job j JOIN {s}.known_task k ON k.name = j.task
+     WHERE j.task = ANY (%(names)s::text[]) AND j.status IN ('queued', 'leased', 'running', 'unknown')
+     GROUP BY j.task, j.status),
+forgotten AS (
+    DELETE FROM {s}.known_task k
+     WHERE k.name = ANY (%(names)s::text[]) AND NOT EXISTS (SELECT FROM left_over WHERE left_over.task = k.name))
+SELECT task, status, n FROM left_over ORDER BY task, status
 """
 KNOWN_TASK: Final = "SELECT EXISTS (SELECT FROM {s}.known_task WHERE name = %(name)s)"
 

@@ -68,7 +68,9 @@ def test_a_missing_schema(app: Celery, workers: Workers, empty_database_url: str
 
 @pytest.mark.parametrize(("version", "words"), [(99, "upgrade the package"), (0, "safe-effects upgrade")])
 def test_a_newer_or_older_schema(workers: Workers, sql: Sql, version: int, words: str) -> None:
-    sql("UPDATE schema_version SET version = %s WHERE version = (SELECT max(version) FROM schema_version)", version)
+    (latest,) = sql("SELECT max(version) AS version FROM schema_version")
+    query = "UPDATE schema_version SET version = %s, oldest_code = greatest(%s, 1) WHERE version = %s"
+    sql(query, version, version, latest["version"])
     assert words in refused(workers)
 
 

@@ -552,7 +552,7 @@ def test_an_older_and_a_newer_schema(cli: Shop, sql: Sql) -> None:
     assert found.code == 1
     assert "is at version 0, older" in found.err
     assert "celery -A yourproject safe-effects upgrade" in found.err
-    sql("UPDATE schema_version SET version = 9999")
+    sql("UPDATE schema_version SET version = 9999, oldest_code = 9999")
     for name in ("jobs", "upgrade", "status"):
         found = cli(name)
         assert (found.code, found.out) == (1, "")

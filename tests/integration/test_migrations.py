@@ -19,11 +19,13 @@ from sqlalchemy import create_engine, pool, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
+from celery_safe_effects.errors import ConfigurationError, SchemaMismatch
 from celery_safe_effects.store import migrate
 from celery_safe_effects.testing import eventually
 from example_project.provider_client import Provider
 from tests.support.brokers import Broker
 from tests.support.processes import ROOT, Workers
+from tests.support.services import Sql
 
 LATEST = list(range(1, migrate.latest() + 1))
 
@@ -116,7 +118,7 @@ def test_a_connection_of_psycopg_is_the_callers_transaction(empty_dsn: str) -> N
 
 def test_a_connection_in_autocommit_gets_all_or_nothing(empty_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = migrate.migrations()
-    broken = migrate.Migration(real[-1].version + 1, "broken", "CREATE TABLE {schema}.half (id int); SELECT 1 / 0")
+    broken = migrate.Migration(real[-1].version + 1, "broken", "CREATE TABLE {schema}.half (id int); SELECT 1 / 0", 1)
     with psycopg.connect(empty_dsn, autocommit=True) as connection:
         with monkeypatch.context() as patch:
             patch.setattr(migrate, "migrations", lambda: [*real, broken])
@@ -127,9 +129,58 @@ def test_a_connection_in_autocommit_gets_all_or_nothing(empty_dsn: str, monkeypa
     assert applied(empty_dsn) == LATEST
 
 
+def test_every_migration_says_which_code_it_is_for() -> None:
+    """The oldest code that a later migration works with is never older than that of an earlier one."""
+    said = [migration.oldest_code for migration in migrate.migrations()]
+    assert said == sorted(said)
+    assert [migration.version for migration in migrate.migrations()] == LATEST
+    for nothing in ("SELECT 1", "-- oldest code: 3\nSELECT 1", "-- oldest code: 0\nSELECT 1"):
+        with pytest.raises(ConfigurationError, match="oldest code: N"):
+            migrate._read(2, "two", nothing)
+    assert migrate._read(2, "two", "-- two\n-- oldest code: 1\nSELECT 1").oldest_code == 1
+
+
+@pytest.mark.parametrize(
+    ("trace", "words"),
+    [
+        ("UPDATE job SET status = 'running', lease_until = clock_timestamp() + '1 min', lease_owner = 'a@test/1/1',"
+         " lease_token = gen_random_uuid(), fence = 1, actor = 'a'", "a@test/1/1 was here 0 s ago"),
+        ("UPDATE maintenance SET last_started_at = clock_timestamp() - interval '50 s', last_by = 'b@test/stand-in'",
+         "b@test/stand-in was here 50 s ago"),
+    ],
+    ids=["a live lease", "a sweep"],
+)  # fmt: skip
+def test_what_older_code_does_not_survive_waits_until_none_runs(
+    database_url: str, sql: Sql, dsn: str, monkeypatch: pytest.MonkeyPatch, trace: str, words: str
+) -> None:
+    """Nothing is changed while a trace of a worker is fresh; an operator's sweep is no worker."""
+    real = migrate.migrations()
+    after = real[-1].version + 1
+    harmless = migrate.Migration(after, "harmless", "CREATE TABLE {schema}.one ()", real[-1].version)
+    harmful = migrate.Migration(after + 1, "harmful", "CREATE TABLE {schema}.two ()", after + 1)
+    sql("INSERT INTO job (id, task, args_digest, envelope) VALUES ('one', 't', 'd', '')")
+    sql(trace)
+    with monkeypatch.context() as patch:
+        patch.setattr(migrate, "migrations", lambda: [*real, harmless, harmful])
+        with pytest.raises(SchemaMismatch, match=words) as refused:
+            migrate.upgrade(database_url)
+        assert "stop all workers" in str(refused.value)
+        assert applied(dsn) == LATEST
+        patch.setattr(migrate, "migrations", lambda: [*real, harmless])
+        assert migrate.upgrade(database_url) == [after], "what older code survives needs no stop"
+        sql("UPDATE job SET status = 'queued', lease_until = NULL, lease_owner = NULL, lease_token = NULL, actor = 'a'")
+        sql("UPDATE maintenance SET last_started_at = clock_timestamp() - interval '61 s'")
+        sql("UPDATE maintenance SET last_started_at = clock_timestamp(), last_by = 'operator:x' WHERE name = 'sweep'")
+        patch.setattr(migrate, "migrations", lambda: [*real, harmless, harmful])
+        assert migrate.upgrade(database_url) == [after + 1]
+    with pytest.raises(SchemaMismatch, match="upgrade celery-safe-effects"):
+        migrate.upgrade(database_url)
+
+
 AT_ONCE = """
 import os, sys
 import psycopg, sqlalchemy
+from celery_safe_effects.errors import ConfigurationError, SchemaMismatch
 from celery_safe_effects.store import migrate
 url = sys.argv[1]
 read, write = os.pipe()

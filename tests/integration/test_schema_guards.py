@@ -642,6 +642,10 @@ def test_another_schema_version_is_refused_with_the_command_to_run(
         assert command in str(older.value)
 
         versions.execute("UPDATE safe_effects.schema_version SET version = version + 100")
+        store.check_schema()  # made for the older code, too
+        assert migrate.upgrade(empty_database_url) == []
+
+        versions.execute("UPDATE safe_effects.schema_version SET oldest_code = oldest_code + 100")
         with pytest.raises(SchemaMismatch, match="newer") as newer:
             store.check_schema()
         assert "upgrade the package celery-safe-effects" in str(newer.value)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from celery import Celery, chain, chord, group
 
-from celery_safe_effects.glue.envelope import MARK, Envelope, Mark, arguments_digest, with_stable_ids
+from celery_safe_effects.glue.envelope import MARK, Envelope, Mark, arguments_digest, is_marked, with_stable_ids
 
 HEADERS = {
     "id": "j",
@@ -46,7 +46,9 @@ def test_the_mark_replaces_times_that_the_database_judges() -> None:
 
 @pytest.mark.parametrize("value", [None, "x", {}, {"v": 2}, {"v": 1, "seq": "x", "gen": 0, "digest": "", "tenant": ""}])
 def test_nonsense_is_no_mark(value: Any) -> None:
+    """But what some version of the library wrote is known to be one, even where it cannot be read."""
     assert Mark.of(value) is None
+    assert is_marked(value) is (isinstance(value, dict) and "v" in value)
 
 
 def test_the_digest_is_of_task_and_arguments() -> None:

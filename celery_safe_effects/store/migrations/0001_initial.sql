@@ -1,5 +1,6 @@
 -- celery-safe-effects: jobs, operations, the append-only log of transitions, and the triggers that guard them.
 -- {schema} is replaced by the configured schema's quoted name.
+-- oldest code: 1
 
 CREATE TABLE {schema}.job (
     id                  text PRIMARY KEY CHECK (id <> ''),
