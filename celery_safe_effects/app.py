@@ -54,6 +54,8 @@ class SafeEffects:
         self._keeper: LeaseKeeper | None = None
         self._kept: list[Any] = []
         self.timer: Any = None
+        self.express: list[str] = []
+        """The queues whose express lanes this worker consumes."""
         self._owner: tuple[int, str, str] = (0, "", "")
         if app is not None:
             self.init_app(app)

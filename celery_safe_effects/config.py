@@ -49,6 +49,7 @@ class Config:
         queue: the queue of the sweep and the reconciliation.
         consume: whether every worker of the app consumes that queue.
         max_payload: bytes of an encoded message.
+        fair: whether tenants with few queued jobs pass another's backlog.
         strict_durability: every commit waits for the disk.
         max_connections: connections a process.
     """
@@ -72,6 +73,7 @@ class Config:
     max_payload: int = 1_000_000
     strict_durability: bool = False
     max_connections: int = 2
+    fair: bool = True
 
 
 def _number(key: str, value: Any, *, least: float = 0.0) -> float:
@@ -158,6 +160,7 @@ _READERS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "consume": _flag,
     "max_payload": _count,
     "strict_durability": _flag,
+    "fair": _flag,
     "max_connections": _count,
 }
 

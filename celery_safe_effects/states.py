@@ -37,6 +37,9 @@ class OperationStatus(str, Enum):
         return self.value
 
 
+EXPRESS: Final = ".express"
+"""Ends the name of the lane beside a queue; the database's function ``express_of`` says the same."""
+
 TERMINAL: Final = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED})
 LIVE: Final = frozenset({JobStatus.LEASED, JobStatus.RUNNING})
 UNRESOLVED: Final = frozenset({OperationStatus.INTENT_RECORDED, OperationStatus.UNKNOWN})

@@ -108,6 +108,7 @@ class Sweeper:
         swept.gone = self.observe_gone()
         self.store.rows("REAP_RESERVATIONS", limit=self.BATCH)
         swept.woken = sum(row.woken for row in self.store.rows("WAKE_FREE", limits=self.limits))
+        self.store.rows("PROMOTE", limit=self.BATCH)
         swept.published = self.publish()
         swept.republished = self.republisher.run()
         self.store.row("MAINTENANCE_END", name="sweep")

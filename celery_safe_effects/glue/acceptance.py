@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import psycopg
 from celery import current_task, states
 from celery.utils.time import maybe_iso8601, maybe_make_aware
+from kombu.common import Broadcast
 from kombu.exceptions import EncodeError
 
 from .. import canonical, signals
@@ -87,7 +88,8 @@ class Verdict(NamedTuple):
         status: ``accepted``, ``existing``, ``refused``, or ``unknown`` (the database did not say).
         job_id: the job's id; of an existing one, the id that it has had.
         seq: the row's sequence number.
-        publish: whether the message goes out now; a later ETA waits in PostgreSQL.
+        publish: whether the caller sends the message now; a later ETA waits in PostgreSQL.
+        express: whether it goes into the express lane instead, as a row that is due.
         told: whether the existing job has ended, and Celery knows.
         error: why it was refused, or cannot be known.
     """
@@ -96,6 +98,7 @@ class Verdict(NamedTuple):
     job_id: str
     seq: int | None = None
     publish: bool = False
+    express: bool = False
     told: bool = False
     error: Exception | None = None
 
@@ -193,6 +196,7 @@ class Acceptance:
             ),
             "envelope": data,
             "settle": envelope.needs_settling,
+            "fair": self.safe.config.fair and _is_plain(self.app, envelope.options),
         }
         return Candidate(envelope, params)
 
@@ -379,7 +383,7 @@ class Acceptance:
         for candidate in candidates:
             row, holder = accepted.get(candidate.id), holders.get(candidate.id)
             if row is not None:
-                verdicts.append(Verdict("accepted", candidate.id, row.seq, row.publish))
+                verdicts.append(Verdict("accepted", candidate.id, row.seq, row.publish, row.express))
             elif holder is not None:
                 verdicts.append(_held(candidate, holder, sent))
             else:
@@ -569,6 +573,12 @@ def time_of(app: Celery, value: Any) -> datetime | None:
         return maybe_make_aware(found, app.timezone if not app.conf.enable_utc else None)  # type: ignore[no-any-return]
     except (TypeError, ValueError, AttributeError) as exc:
         raise PayloadInvalid(f"{value!r} is not a time ({exc}); nothing was enqueued") from exc
+
+
+def _is_plain(app: Celery, options: Mapping[str, Any]) -> bool:
+    """Whether the message goes to a queue that workers consume by its name."""
+    name = options.get("queue") or (None if options.get("exchange") else app.conf.task_default_queue)
+    return bool(name) and not isinstance(dict.get(app.amqp.queues, str(name)), Broadcast)
 
 
 def _queue_name(app: Celery, options: dict[str, Any]) -> str | None:

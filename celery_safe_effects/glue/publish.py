@@ -193,6 +193,8 @@ class Publisher:
         if enlisted is not None:
             # The row says who is due; rolled back, with a savepoint or as a whole, it says nothing.
             enlisted.after_commit(functools.partial(self.deliver_now, envelope.id))
+        elif verdict.express:
+            self.deliver_now(envelope.id)
         elif verdict.publish:
             try:
                 self.wire.send_one(self._marked(hint, envelope, mark), producer)
@@ -221,6 +223,9 @@ class Publisher:
             for one, verdict in accepted
             if verdict.publish
         ]
+        express = [verdict.job_id for _, verdict in accepted if verdict.express]
+        if express:
+            self.deliver_now(*express)
         unsent = self.wire.send_all(ready)
         if unsent:
             self.soon(*(ready[place].parts[0]["id"] for place in unsent))
@@ -348,7 +353,8 @@ class Publisher:
             try:
                 envelope = Envelope.decode(row.envelope, self.app.conf.accept_content)
                 mark = Mark(row.seq, row.generation, row.args_digest, row.tenant)
-                stored.append((row.id, Message.of(envelope.marked(mark, eta=row.run_after, retries=row.retries))))
+                message = Message.of(envelope.marked(mark, eta=row.run_after, retries=row.retries))
+                stored.append((row.id, message if row.lane is None else message.into(self.wire.lane(row.lane))))
             except Exception:
                 logger.exception("the message of job %s cannot be read", row.id)
         unsent = self.wire.send_all([message for _, message in stored])

@@ -38,6 +38,11 @@ class Message(NamedTuple):
             options.pop("exchange", None)
         return cls(envelope.task, (envelope.headers, envelope.properties, envelope.body, None), options)
 
+    def into(self, queue: Any) -> Message:
+        """The same message, sent to another queue."""
+        options = {name: value for name, value in self.options.items() if name not in ("exchange", "routing_key")}
+        return self._replace(options={**options, "queue": queue})
+
     @property
     def route(self) -> tuple[Any, ...]:
         """Where it goes, as far as something may have to be declared for it."""
@@ -56,6 +61,12 @@ class Wire:
         self.app = app
         self.send: Callable[..., Any] | None = None
         """Celery's own ``send_task_message``, known once the app has made its AMQP object."""
+
+    def lane(self, name: str) -> Any:
+        """The broker's queue of an express lane, the same whoever asks for it."""
+        queues = self.app.amqp.queues
+        found = dict.get(queues, name)
+        return found if found is not None else queues.add(queues.new_missing(name))
 
     def send_one(self, message: Message, producer: Any = None) -> None:
         """Publish a message.

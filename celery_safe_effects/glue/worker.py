@@ -7,9 +7,12 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
+from kombu.common import Broadcast
 
+from ..engine.lease import clock
 from ..engine.republish import stuck_after
 from ..errors import ConfigurationError, SafeEffectsError, StoreUnavailable
+from ..states import EXPRESS
 from . import compat
 from .held import Report
 
@@ -74,8 +77,14 @@ def prepare(safe: SafeEffects, app: Any, hostname: str) -> None:
         raise SystemExit(f"celery-safe-effects refuses to start this worker: {exc}") from exc
     finally:
         safe.close()  # nothing is open when the pool forks
+    queues = app.amqp.queues
+    if config.fair:
+        for name, queue in list(queues.consume_from.items()):
+            if not isinstance(queue, Broadcast) and not name.endswith(EXPRESS):
+                queues.select_add(safe.publisher.wire.lane(name + EXPRESS))
+                safe.express.append(name)
     if config.consume:
-        app.amqp.queues.select_add(config.queue)
+        queues.select_add(config.queue)
 
 
 def _refuse_what_would_be_stranded(safe: SafeEffects, plain: list[str]) -> None:
@@ -136,7 +145,10 @@ class StandIn(threading.Thread):
 
 
 class Reporting(threading.Thread):
-    """Tells the database, at every sweep interval, which messages wait in this worker."""
+    """Tells the database, at every sweep interval, which messages wait in this worker, and seldom what it consumes."""
+
+    EXPRESS_EVERY, EXPRESS_UNTIL = 60.0, 180.0
+    """Seconds between two reports of the express lanes, and how long one is believed."""
 
     def __init__(self, safe: SafeEffects, hostname: str) -> None:
         super().__init__(name="safe-effects-held", daemon=True)
@@ -152,10 +164,14 @@ class Reporting(threading.Thread):
         config = self.safe.config
         every = config.sweep_interval
         report = Report(self.safe.store, self.safe.owner(self.hostname), every, stuck_after(config))
-        pause = every
+        pause, told = 0.0, float("-inf")
         while not self._over.wait(pause):
             try:
+                if self.safe.express and clock() >= told + self.EXPRESS_EVERY:
+                    self.safe.store.rows("EXPRESS", queues=self.safe.express, until=self.EXPRESS_UNTIL)
+                    told = clock()
                 pause = report.send()
             except Exception as exc:
+                pause = every
                 # Its messages may be published again; that is all.
                 logger.warning("what this worker holds could not be told: %s", exc)

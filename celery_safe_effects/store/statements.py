@@ -41,33 +41,38 @@ SELECT w.who, extract(epoch FROM clock_timestamp() - w.at)::float8 AS ago_s
 ACCEPTED_COLUMNS: Final = {
     "id": "text", "task": "text", "tenant": "text", "pool": "text", "queue": "text", "priority": "smallint",
     "key": "text", "digest": "text", "parent": "text", "retries": "integer", "eta": "timestamptz",
-    "expires": "timestamptz", "limits": "jsonb", "envelope": "bytea", "settle": "boolean",
+    "expires": "timestamptz", "limits": "jsonb", "envelope": "bytea", "settle": "boolean", "fair": "boolean",
 }  # fmt: skip
 """What ACCEPT is told of each job; the rest of its parameters is said once for all of them."""
 _COLUMNS: Final = ", ".join(ACCEPTED_COLUMNS)
 
 # 1: one row per tenant and idempotency key, and per id; a tombstone counts as a row. Durable before it is visible. 10:
 # and only if the tenant's queue has room, which is counted under the tenant's lock. `publish`: the caller sends the
-# message now; else it is due at the ETA, or in `due` seconds.
+# message now; else it is due at the ETA, or in `due` seconds, or at once in the express lane.
 _ACCEPT: Final = """
-INSERT INTO {s}.job AS j (id, task, tenant, pool, queue, priority, idempotency_key, args_digest, parent_id, retries,
-    max_attempts, eta, run_after, expires_at, gives_up_at, envelope, settle, created_by,
+INSERT INTO {s}.job AS j (id, task, tenant, pool, queue, express, priority, idempotency_key, args_digest, parent_id,
+    retries, max_attempts, eta, run_after, expires_at, gives_up_at, envelope, settle, created_by,
     next_publish_at, published_at, publishes)
-SELECT r.id, r.task, r.tenant, r.pool, r.queue, r.priority, r.key, r.digest, r.parent, r.retries,
+SELECT r.id, r.task, r.tenant, r.pool,
+    CASE WHEN r.express AND NOT r.later THEN {s}.express_of(r.queue) ELSE r.queue END,
+    CASE WHEN r.fair THEN r.express AND NOT r.later END,
+    r.priority, r.key, r.digest, r.parent, r.retries,
     (r.given ->> 'max_attempts')::integer, r.eta, r.eta, r.expires,
     clock_timestamp() + (r.given ->> 'max_age')::float8 * interval '1 second', r.envelope, r.settle, %(actor)s,
-    CASE WHEN r.later THEN r.eta ELSE clock_timestamp() + %(due)s::float8 * interval '1 second' END,
-    CASE WHEN NOT r.later AND %(due)s::float8 IS NULL THEN clock_timestamp() END,
-    (NOT r.later AND %(due)s::float8 IS NULL)::int
+    CASE WHEN r.later THEN r.eta WHEN r.express THEN clock_timestamp()
+         ELSE clock_timestamp() + %(due)s::float8 * interval '1 second' END,
+    CASE WHEN NOT (r.later OR r.express) AND %(due)s::float8 IS NULL THEN clock_timestamp() END,
+    (NOT (r.later OR r.express) AND %(due)s::float8 IS NULL)::int
   FROM (SELECT a.*, {s}.limits_for(a.tenant, a.task, NULL, a.limits) AS given,
-               coalesce(a.eta > clock_timestamp() + %(lead)s::float8 * interval '1 second', false) AS later
+               coalesce(a.eta > clock_timestamp() + %(lead)s::float8 * interval '1 second', false) AS later,
+               coalesce(a.fair AND {s}.goes_express(a.tenant, a.queue, {before}), false) AS express
           FROM {asked} a OFFSET 0) r
  WHERE set_config('lock_timeout', %(patience)s, true) IS NOT NULL  -- a key in an open transaction: do not hang
    AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.id = r.id)
    AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.tenant = r.tenant AND t.idempotency_key = r.key)
    AND {room}
 ON CONFLICT DO NOTHING
-RETURNING j.id, j.seq, j.publishes > 0 AS publish
+RETURNING j.id, j.seq, j.publishes > 0 AS publish, coalesce(j.express, false) AS express
 """
 # The same statement over one row and over arrays. What it returns is accepted; who holds the id or the key of the
 # others, HOLDERS says, and which limit refused them, QUEUED.
@@ -94,18 +99,25 @@ free AS MATERIALIZED (
 )"""
 _HAS_PLACE: Final = """(NOT EXISTS (SELECT FROM free f WHERE f.tenant = r.tenant)
         OR EXISTS (SELECT FROM place p WHERE p.n = r.n AND p.is_free))"""
-ACCEPT: Final = _ACCEPT.replace("{asked}", _ONE).replace(
-    "{room}",
-    """CASE WHEN %(admitted)s OR r.given ->> 'tenant_queued' IS NULL THEN true
+_ACCEPT_MANY: Final = _ACCEPT.replace("{asked}", "asked").replace(
+    "{before}", "(row_number() OVER (PARTITION BY a.tenant, a.queue ORDER BY a.n) - 1)::integer"
+)
+ACCEPT: Final = (
+    _ACCEPT.replace("{asked}", _ONE)
+    .replace("{before}", "0")
+    .replace(
+        "{room}",
+        """CASE WHEN %(admitted)s OR r.given ->> 'tenant_queued' IS NULL THEN true
             WHEN %(enlisted)s THEN false  -- its lock would be held as long as the caller's transaction: see RESERVE
             ELSE {s}.queue_room(r.tenant, (r.given ->> 'tenant_queued')::integer) > 0 END""",
+    )
 )
 ACCEPT_MANY: Final = (
     "WITH asked AS MATERIALIZED ("
     + _MANY
     + "),"
     + _ROOM.replace("{waived}", "(%(admitted)s OR %(enlisted)s)")
-    + _ACCEPT.replace("{asked}", "asked").replace(
+    + _ACCEPT_MANY.replace(
         "{room}", "CASE WHEN %(enlisted)s AND NOT %(admitted)s THEN r.given ->> 'tenant_queued' IS NULL\n"
         "            ELSE " + _HAS_PLACE + " END"
     )
@@ -133,7 +145,7 @@ ACCEPT_RESERVED: Final = (
     "WITH kept AS (DELETE FROM {s}.reservation r WHERE r.job_id = ANY (%(id)s) RETURNING r.job_id),\nasked AS ("
     + _MANY
     + ")"
-    + _ACCEPT.replace("{asked}", "asked").replace("{room}", "EXISTS (SELECT FROM kept k WHERE k.job_id = r.id)")
+    + _ACCEPT_MANY.replace("{room}", "EXISTS (SELECT FROM kept k WHERE k.job_id = r.id)")
 )
 # Nobody came for these.
 REAP_RESERVATIONS: Final = """
@@ -162,6 +174,39 @@ WITH RECURSIVE scope (name) AS (
       FROM scope s WHERE s.name IS NOT NULL
 )
 SELECT s.name, {s}.wake_free(s.name, %(limits)s::jsonb) AS woken FROM scope s WHERE s.name IS NOT NULL
+"""
+# Jobs of tenants that have few queued, behind a long queue since before a worker consumed its express lane.
+PROMOTE: Final = """
+WITH RECURSIVE pair (tenant, queue) AS (
+    (SELECT j.tenant, j.queue FROM {s}.job j WHERE j.status = 'queued' AND j.queue IS NOT NULL
+      ORDER BY j.tenant, j.queue LIMIT 1)
+    UNION ALL
+    SELECT n.tenant, n.queue FROM pair p CROSS JOIN LATERAL (
+        SELECT j.tenant, j.queue FROM {s}.job j
+         WHERE j.status = 'queued' AND j.queue IS NOT NULL AND (j.tenant, j.queue) > (p.tenant, p.queue)
+         ORDER BY j.tenant, j.queue LIMIT 1) n
+), chosen AS (
+    SELECT c.id FROM pair p
+      JOIN {s}.express e ON e.queue = p.queue AND e.until > clock_timestamp()
+     CROSS JOIN LATERAL (
+        SELECT j.id FROM {s}.job j
+         WHERE j.tenant = p.tenant AND j.queue = p.queue AND j.status = 'queued' AND NOT j.express
+           AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
+           AND {s}.goes_express(p.tenant, p.queue, 0)
+         ORDER BY j.seq LIMIT 10 FOR NO KEY UPDATE SKIP LOCKED) c
+     LIMIT %(limit)s
+)
+UPDATE {s}.job j
+   SET queue = {s}.express_of(j.queue), express = true, next_publish_at = clock_timestamp(), published_at = NULL,
+       publishes = 0
+  FROM chosen WHERE j.id = chosen.id AND j.status = 'queued' AND NOT j.express
+RETURNING j.id, {async} AS a
+"""
+# A worker consumes the express lanes of these queues.
+EXPRESS: Final = """
+INSERT INTO {s}.express AS e (queue, until)
+SELECT q, clock_timestamp() + %(until)s::float8 * interval '1 second' FROM unnest(%(queues)s::text[]) q ORDER BY q
+ON CONFLICT (queue) DO UPDATE SET until = greatest(e.until, excluded.until) RETURNING queue, {async} AS a
 """
 # Who was woken by the end of a run just now.
 WOKEN: Final = """
@@ -554,7 +599,8 @@ RETURNING j.id, j.task, j.status, j.reason, j.fence
 
 # What a row gives for its publication.
 _PUBLICATION: Final = """j.id, j.seq, j.task, j.status, j.envelope, j.generation, j.args_digest, j.retries, j.publishes,
-          j.tenant, CASE WHEN j.status = 'queued' AND j.run_after > clock_timestamp() THEN j.run_after END AS run_after,
+          j.tenant, CASE WHEN j.express AND j.status = 'queued' THEN j.queue END AS lane,
+          CASE WHEN j.status = 'queued' AND j.run_after > clock_timestamp() THEN j.run_after END AS run_after,
           {async} AS a"""
 # What has to be published now, whatever the broker holds: jobs whose time has come, jobs that came back from a run,
 # and ends that Celery has not been told (those back off). Written before the message goes out: a crash in between

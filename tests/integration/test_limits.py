@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from celery_safe_effects import AdmissionRejected, Limits, SafeEffects, SafeTask, effect, signals
 from celery_safe_effects.errors import ConfigurationError
+from celery_safe_effects.states import EXPRESS
 from celery_safe_effects.store.hot import Store
 from tests.support.protocol import Protocol, make_store
 from tests.support.services import Sql
@@ -452,3 +453,48 @@ def test_http_is_told_what_it_is() -> None:
     assert (refused.status_code, refused.headers) == (429, {"Retry-After": "1"})
     large = AdmissionRejected("no", reason="payload_too_large")
     assert (large.status_code, large.headers) == (413, {})
+
+
+# -- fairness ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_express_lanes_name_is_one_here_and_in_the_database(sql: Sql) -> None:
+    assert sql("SELECT express_of('celery') AS name") == [{"name": "celery" + EXPRESS}]
+
+
+def express(sql: Sql) -> dict[str, int]:
+    rows = sql("SELECT tenant, count(*) AS n FROM job WHERE express GROUP BY tenant")
+    return {row["tenant"]: row["n"] for row in rows}
+
+
+def test_only_a_tenant_with_few_jobs_behind_a_long_queue_goes_express(store: Store, sql: Sql) -> None:
+    protocol = Protocol(store)
+    for _ in range(25):
+        protocol.accept(tenant="big", due=None)
+    protocol.accept(tenant="small", due=None)
+    assert express(sql) == {}, "nobody consumes the lane"
+    store.rows("EXPRESS", queues=["celery"], until=60.0)
+    for _ in range(15):
+        protocol.accept(tenant="small", due=None)
+    protocol.accept(tenant="big", due=None)
+    late = protocol.accept(tenant="late", due=None)
+    sql("UPDATE job SET express = false, queue = 'celery' WHERE id = %s", late)
+    sql("UPDATE job SET published_at = clock_timestamp(), next_publish_at = NULL WHERE id = %s", late)
+    protocol.accept(tenant="apart", due=None, fair=False)
+    assert express(sql) == {"small": 9}, "nine of its first ten; the very first was there before"
+    assert [row.id for row in store.rows("PROMOTE", limit=100)] == [late]
+
+
+def test_a_backlog_gives_way_once_and_not_without_end(store: Store, sql: Sql) -> None:
+    protocol = Protocol(store)
+    big = [protocol.accept(tenant="big", due=None) for _ in range(80)]
+    store.rows("EXPRESS", queues=["celery"], until=60.0)
+    small = protocol.accept(tenant="small", due=None)
+    sql("UPDATE job SET published_at = clock_timestamp(), next_publish_at = NULL WHERE id = %s", small)
+    claims = [protocol.claim(job) is not None for job in big]
+    assert claims == [False] * 64 + [True] * 16
+    assert sql("SELECT DISTINCT reason, attempts, fence FROM job WHERE tenant = 'big' AND express") == [
+        {"reason": "fair_share", "attempts": 0, "fence": 0}
+    ]
+    assert protocol.claim(big[0]) is not None, "once"
+    assert protocol.claim(small) is not None

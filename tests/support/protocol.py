@@ -49,6 +49,7 @@ class Protocol:
             "eta": None,
             "expires": None,
             "limits": {},
+            "fair": True,
             "admitted": False,
             "enlisted": False,
             "envelope": b"{}",

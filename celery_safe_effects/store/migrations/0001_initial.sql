@@ -12,6 +12,7 @@ CREATE TABLE {schema}.job (
     tenant              text NOT NULL DEFAULT 'default',
     pool                text,
     queue               text,
+    express             boolean,  -- in its queue's express lane; NULL: it takes no part
     priority            smallint NOT NULL DEFAULT 0,
     idempotency_key     text,
     args_digest         text NOT NULL,
@@ -74,6 +75,7 @@ CREATE UNIQUE INDEX job_idempotency_key ON {schema}.job (tenant, idempotency_key
 CREATE INDEX job_live ON {schema}.job (tenant, seq) WHERE status IN ('leased', 'running');
 CREATE INDEX job_live_pool ON {schema}.job (pool) WHERE status IN ('leased', 'running') AND pool IS NOT NULL;
 CREATE INDEX job_queued ON {schema}.job (tenant, queue, seq) WHERE status = 'queued';
+CREATE INDEX job_express ON {schema}.job (queue) WHERE express AND status = 'queued';
 CREATE INDEX job_due ON {schema}.job (next_publish_at) WHERE next_publish_at IS NOT NULL;
 -- Jobs whose message is out, in the order in which a queue hands it over.
 CREATE INDEX job_waits ON {schema}.job (coalesce(queue, ''), priority, published_at)
@@ -186,6 +188,11 @@ CREATE TABLE {schema}.lane (
     probed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     probes    integer NOT NULL DEFAULT 0,
     PRIMARY KEY (queue, priority)
+);
+-- Queues whose express lane is consumed, as far as a worker told lately.
+CREATE TABLE {schema}.express (
+    queue text PRIMARY KEY,
+    until timestamptz NOT NULL
 );
 -- What each worker's main process says that it holds without having begun it; believed until then.
 CREATE TABLE {schema}.held (
@@ -337,6 +344,46 @@ BEGIN
         scope, CASE WHEN most IS NULL THEN 500 ELSE {schema}.slots_free(scope, most, 9223372036854775807) END);
 END $$;
 
+-- The lane beside a queue for jobs of tenants that have few queued, so that they need not stand behind another's backlog.
+CREATE FUNCTION {schema}.express_of(queue text) RETURNS text LANGUAGE sql IMMUTABLE AS $$
+    SELECT queue || '.express'
+$$;
+
+-- Has this tenant a backlog in a queue (its express lane included)?
+CREATE FUNCTION {schema}.has_backlog(of_tenant text, in_queue text, before integer) RETURNS boolean
+LANGUAGE sql STABLE AS $$
+    SELECT before + (SELECT count(*) FROM (SELECT FROM {schema}.job j
+        WHERE j.tenant = of_tenant AND j.queue IN (in_queue, {schema}.express_of(in_queue)) AND j.status = 'queued'
+        LIMIT 10) mine) >= 10
+$$;
+
+-- Does a new job go into the express lane? Where a worker consumes it, its tenant has few jobs queued (`before` of them
+-- come in with it), and the queue is long for it.
+CREATE FUNCTION {schema}.goes_express(of_tenant text, in_queue text, before integer) RETURNS boolean
+LANGUAGE sql STABLE AS $$
+    SELECT EXISTS (SELECT FROM {schema}.express e WHERE e.queue = in_queue AND e.until > clock_timestamp())
+       AND NOT {schema}.has_backlog(of_tenant, in_queue, before)
+       AND (SELECT count(*) FROM (SELECT FROM {schema}.job j
+             WHERE coalesce(j.queue, '') = in_queue AND j.status = 'queued' AND j.next_publish_at IS NULL
+               AND j.published_at IS NOT NULL LIMIT 20) waiting) >= 20
+$$;
+
+-- Should a job give way? While a job of another tenant waits in the express lane, jobs of a tenant with a backlog do,
+-- those that a worker had fetched before included; each once, and not without end, since the other may wait in a worker
+-- that is busy for long.
+CREATE FUNCTION {schema}.gives_way(j {schema}.job) RETURNS boolean LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    IF j.express IS DISTINCT FROM false OR NOT EXISTS (SELECT FROM {schema}.job e
+        WHERE e.express AND e.status = 'queued' AND e.queue = {schema}.express_of(j.queue) AND e.published_at IS NOT NULL
+          AND e.tenant <> j.tenant)
+    THEN
+        RETURN false;
+    END IF;
+    RETURN {schema}.has_backlog(j.tenant, j.queue, 0)
+       AND (SELECT count(*) FROM (SELECT FROM {schema}.job w
+             WHERE w.waiting_for = 'turn/' || j.queue LIMIT 64) waiting) < 64;
+END $$;
+
 -- May this claim have its slots? If not, the job stays queued, with the reason, until it is woken; that costs nothing.
 CREATE FUNCTION {schema}.take_slots(was {schema}.job, claimed {schema}.job) RETURNS {schema}.job LANGUAGE plpgsql AS $$
 DECLARE
@@ -347,6 +394,17 @@ BEGIN
     claimed.slots := NULL;
     claimed.woken_at := NULL;
     claimed.max_operations := NULL;
+    IF {schema}.gives_way(was) THEN
+        was.actor := NULL;
+        was.reason := 'fair_share';
+        was.waiting_for := 'turn/' || was.queue;
+        was.queue := {schema}.express_of(was.queue);
+        was.express := true;
+        was.next_publish_at := clock_timestamp() + interval '2 seconds';
+        was.published_at := NULL;
+        was.publishes := 0;
+        RETURN was;
+    END IF;
     IF given IS NULL AND NOT EXISTS (SELECT FROM {schema}.limits) THEN
         RETURN claimed;
     END IF;
