@@ -37,6 +37,7 @@ RELIED_UPON: Final = (
     Reliance("celery.app.amqp:AMQP", "_create_task_sender", "publish: the function that sends a task message"),
     Reliance("celery.app.amqp:AMQP", "send_task_message", "publish: what everything that is sent passes"),
     Reliance("celery.app.amqp:Queues", "select_add", "worker: our queue is consumed, also with -Q"),
+    Reliance("celery.app.amqp:Queues", "new_missing", "wire: an express lane is made as a missing queue is"),
     Reliance("celery.canvas", "uuid", "publish: ids of canvases that follow from the job"),
     Reliance("kombu.connection:Connection", "_reraise_as_library_errors", "wire: what a lost broker raises"),
     Reliance("celery.local:Proxy", "_get_current_object", "publish: the task behind current_task"),
