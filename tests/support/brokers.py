@@ -17,6 +17,16 @@ REDIS_VARIABLE = "SAFE_EFFECTS_TEST_REDIS_URL"
 RABBITMQ_VARIABLE = "SAFE_EFFECTS_TEST_RABBITMQ_URL"
 _QUEUES = ("celery", "safe_effects")
 
+EACH_BROKER_AND_ACKS = pytest.mark.parametrize(
+    ("broker", "acks_late"),
+    [
+        pytest.param("redis", False, id="redis-early"),
+        pytest.param("rabbitmq", True, id="rabbitmq-late", marks=pytest.mark.rabbitmq),
+    ],
+    indirect=["broker"],
+)
+"""Each broker and each kind of acknowledgement once, where their combination changes nothing."""
+
 
 @dataclass(frozen=True)
 class Broker:

@@ -1,0 +1,156 @@
+"""Cancelling: at once where nobody works on a job, else at its next checkpoint or effect, never inside one."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_safe_effects.errors import NotAllowed
+from celery_safe_effects.testing import eventually
+from example_project.provider_client import Provider
+from tests.support.brokers import Broker
+from tests.support.checks import assert_invariants, assert_ledger, assert_log, job, operation, wait_status
+from tests.support.faults2 import open_gate, reached
+from tests.support.processes import Workers
+from tests.support.services import Sql
+
+JOBS = 500
+
+
+@pytest.fixture
+def broker(redis_broker: Broker) -> Broker:
+    """What is cancelled is a row; the broker has no say in it."""
+    return redis_broker
+
+
+@pytest.fixture
+def app_conf(app_conf: dict[str, Any]) -> dict[str, Any]:
+    """Nothing is to be swept away while hundreds of jobs share two cores."""
+    return {**app_conf, "safe_effects_lease_ttl": 20, "safe_effects_max_connections": 8}
+
+
+AFTER_THE_CANCEL = """
+SELECT t.*, j.cancel_requested_at FROM transitions t JOIN jobs j ON j.id = t.job_id
+ WHERE t.to_status = 'intent_recorded' AND t.at > j.cancel_requested_at
+"""
+"""Effects that began after the cancel; both times are the database's, taken under the lock of the job's row."""
+
+
+@pytest.mark.slow
+def test_500_jobs_are_cancelled_at_random_moments(
+    app: Celery, workers: Workers, provider: Provider, sql: Sql, broker: Broker
+) -> None:
+    seen = random.Random(20261129)
+    workers("a", concurrency=3)
+    task, safe = app.tasks["tests.charge_then_mail"], app.safe_effects
+
+    def enqueue_and_cancel(number: int) -> tuple[str, bool]:
+        later = {"countdown": 30 + number} if number % 5 == 0 else {}
+        job_id = task.apply_async(("cus", number), ignore_result=True, **later).id
+        time.sleep(pauses[number])
+        try:
+            row = safe.cancel(job_id, "changed my mind", actor="storm")
+        except NotAllowed:
+            return job_id, False
+        # Nobody works on it: it ends at once. Else it is asked to.
+        assert row.status == "cancelled" or row.cancel_requested_at is not None
+        return job_id, True
+
+    pauses = [seen.choice([0, seen.uniform(0, 0.3), seen.uniform(0, 4)]) for _ in range(JOBS)]
+    with ThreadPoolExecutor(24) as pool:
+        asked = dict(pool.map(enqueue_and_cancel, range(JOBS)))
+    eventually(
+        lambda: not sql("SELECT 1 FROM jobs WHERE status NOT IN ('succeeded', 'cancelled') LIMIT 1"),
+        60,
+        interval=0.3,
+        message="all of them ended",
+    )
+
+    jobs = {row["id"]: row for row in sql("SELECT * FROM jobs")}
+    assert set(jobs) == set(asked)
+    ended = {"succeeded": 0, "cancelled": 0, "in_mid_job": 0}
+    for job_id, row in jobs.items():
+        ended[row["status"]] += 1
+        if row["status"] == "cancelled":
+            assert asked[job_id]
+            ended["in_mid_job"] += row["attempts"]
+        elif asked[job_id]:
+            assert row["cancel_requested_at"] < row["finished_at"], "asked before the end, after the last effect"
+    # Or this has shown nothing.
+    assert min(ended.values()) > 5, ended
+    once = sql(
+        "SELECT job_id, count(*) FROM transitions WHERE operation_key IS NULL"
+        " AND to_status IN ('succeeded', 'failed', 'cancelled', 'unknown') GROUP BY job_id HAVING count(*) <> 1"
+    )
+    assert once == []
+    assert sql(AFTER_THE_CANCEL) == []
+    # What the provider did, somebody had recorded the intent of before; and each was done once.
+    for row in provider.ledger():
+        if row["key"] is not None:
+            assert operation(sql, row["key"])["provider_ref"] == row["ref"]
+    assert_invariants(sql, provider)
+
+
+def test_what_is_in_flight_keeps_its_true_outcome(app: Celery, workers: Workers, provider: Provider, sql: Sql) -> None:
+    """The job is cancelled; the charge beside it happened, and says so. Its next effect does not begin."""
+    workers("a", env={"SAFE_EFFECTS_TEST_DEADLINE": "30"})
+    provider.control(kind="charge", delay_before=1.5)
+    result = app.tasks["tests.charge_then_mail"].apply_async(("cus_1", 500))
+    eventually(lambda: provider.received("charge") == 1, 15)
+    row = app.safe_effects.cancel(result.id, "the customer called")
+    assert (row.status, row.cancel_requested_at is None) == ("running", False)
+
+    wait_status(sql, result.id, "cancelled")
+    assert_log(
+        sql,
+        result.id,
+        [
+            "job - > queued #0",
+            "job queued > leased #1",
+            "job leased > running #1",
+            "1 - > intent_recorded #1",
+            "1 intent_recorded > outcome_confirmed #1",
+            "job running > cancelled #1 (the customer called)",
+        ],
+    )
+    assert_ledger(provider, sql, result.id)
+    assert provider.received("mail") == provider.received("entered_after_the_checkpoint") == 0
+    assert eventually(lambda: result.state == "REVOKED", 10)
+    assert_invariants(sql, provider)
+
+
+def test_a_cancelled_job_whose_effect_is_open_ends_when_that_is_known(
+    app: Celery, workers: Workers, provider: Provider, sql: Sql
+) -> None:
+    """Never cancelled beside an open question: it parks, and the look-up ends it."""
+    first = workers("a")
+    provider.control(kind="charge", delay_after=30, times=1)
+    result = app.tasks["tests.charge"].apply_async(("cus_1", 500))
+    eventually(provider.ledger, 15, message="the provider accepted")
+    app.safe_effects.cancel(result.id, "the customer called")
+    first.kill()
+    sql("UPDATE job SET lease_until = clock_timestamp() - interval '1 second' WHERE id = %s", result.id)
+    app.safe_effects.sweep()
+    row = job(sql, result.id)
+    assert (row["status"], row["reason"]) == ("unknown", "lease_expired")
+    workers("b")
+    row = wait_status(sql, result.id, "cancelled")
+    assert row["reason"] == "the customer called"
+    assert_ledger(provider, sql, result.id)
+    assert (row["attempts"], provider.received("charge")) == (1, 1)
+
+
+def test_a_body_sees_the_cancel_at_its_next_effect(app: Celery, workers: Workers, provider: Provider, sql: Sql) -> None:
+    workers("a")
+    result = app.tasks["tests.two_steps"].apply_async(("between",))
+    reached(provider, "between")
+    app.safe_effects.cancel(result.id, "enough")
+    open_gate(provider, "between")
+    wait_status(sql, result.id, "cancelled")
+    assert [row["key"] for row in provider.ledger(kind="charge")] == [f"{result.id}:1"]
+    assert sql(AFTER_THE_CANCEL) == []
