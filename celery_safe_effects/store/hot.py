@@ -96,7 +96,7 @@ class Store:
         schema = quote_schema(config.schema)
         commit = "NULL::text" if config.strict_durability else "set_config('synchronous_commit', 'off', true)"
         self.sql = {
-            name: text.replace("{s}", schema).replace("{async}", commit)
+            name: text.replace("{s}", schema).replace("{async}", commit).replace("{now}", "(SELECT clock_timestamp())")
             for name, text in vars(statements).items()
             if isinstance(text, str) and name.isupper() and not name.startswith("_")
         }

@@ -1,6 +1,7 @@
 """Every statement of the protocol, each with the invariant that it keeps.
 
-``{s}`` is the quoted schema and ``{async}`` an expression that lets the statement's own transaction commit without
+``{s}`` is the quoted schema, ``{now}`` the time as a condition that an index can be asked with (a volatile function is
+compared row by row), and ``{async}`` an expression that lets the statement's own transaction commit without
 waiting for the disk (``NULL`` under ``safe_effects_strict_durability``). Each statement is one round trip and one
 transaction. Lock order: job, then operation. Every write reads what it returned.
 """
@@ -580,7 +581,7 @@ RETURNING j.id, j.task, j.status, j.reason, j.fence, j.slots
 # Queued jobs past their expiry or their age.
 SWEEP_DYING: Final = """
 WITH due AS (
-    SELECT j.id FROM {s}.job j WHERE j.status = 'queued' AND LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp()
+    SELECT j.id FROM {s}.job j WHERE j.status = 'queued' AND LEAST(j.expires_at, j.gives_up_at) <= {now}
        AND (%(id)s::text IS NULL OR j.id = %(id)s)
      ORDER BY LEAST(j.expires_at, j.gives_up_at) LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
 )
@@ -593,7 +594,8 @@ UPDATE {s}.job j
        error = CASE WHEN j.expires_at <= clock_timestamp() THEN j.error
                     ELSE json_build_object('text', 'the job is older than its max_age') END,
        actor = %(actor)s
-  FROM due WHERE j.id = due.id AND j.status = 'queued' AND LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp()
+ WHERE j.id = ANY (ARRAY(SELECT due.id FROM due)) AND j.status = 'queued'
+   AND LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp()
 RETURNING j.id, j.task, j.status, j.reason, j.fence
 """
 
@@ -609,7 +611,7 @@ DUE: Final = (
     """
 WITH due AS (
     SELECT j.id FROM {s}.job j
-     WHERE j.next_publish_at <= clock_timestamp() + %(ahead)s::float8 * interval '1 second'
+     WHERE j.next_publish_at <= {now} + %(ahead)s::float8 * interval '1 second'
        AND (%(ids)s::text[] IS NULL OR j.id = ANY (%(ids)s))
      ORDER BY j.next_publish_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
 )
@@ -673,10 +675,13 @@ WITH waiting AS MATERIALIZED (
     SELECT j.priority, j.published_at FROM {s}.job j
      WHERE j.status IN ('leased', 'running') AND j.queue = %(queue)s
     UNION ALL
-    SELECT f.priority, f.published_at FROM (
+    SELECT f.priority, f.published_at FROM unnest(ARRAY['succeeded', 'failed', 'cancelled']) AS e (status)
+     CROSS JOIN LATERAL (
         SELECT j.priority, j.published_at, j.queue FROM {s}.job j
-         WHERE j.finished_at > %(at)s::timestamptz - %(window)s::float8 * interval '1 second'
-         ORDER BY j.finished_at DESC LIMIT 10000) f WHERE f.queue = %(queue)s
+         WHERE j.status = e.status
+           AND j.finished_at > %(at)s::timestamptz - %(window)s::float8 * interval '1 second'
+         ORDER BY j.finished_at DESC LIMIT 10000) f
+     WHERE f.queue = %(queue)s
 ), heads AS (
     SELECT p.priority, max(s.head) AS head
       FROM (SELECT w.priority FROM waiting w UNION SELECT l.priority FROM {s}.lane l WHERE l.queue = %(queue)s) p
@@ -782,8 +787,8 @@ RECONCILE_DUE: Final = (
     """
 WITH due AS (
     SELECT o.key FROM {s}.operation o WHERE o.status = 'unknown'
-       AND CASE WHEN %(keys)s::text[] IS NULL
-                THEN o.next_reconcile_at <= clock_timestamp() AND coalesce(o.asking_until <= clock_timestamp(), true)
+       AND o.next_reconcile_at <= CASE WHEN %(keys)s::text[] IS NULL THEN {now} ELSE 'infinity' END
+       AND CASE WHEN %(keys)s::text[] IS NULL THEN coalesce(o.asking_until <= clock_timestamp(), true)
                 ELSE o.key = ANY (%(keys)s) END
        AND o.effect <> ALL (%(busy)s::text[])
      ORDER BY o.next_reconcile_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
@@ -897,13 +902,15 @@ RETURNING j.id, j.status
 # tombstone, so that neither its id nor its key begins anew. The log may go once its job is gone: one transaction.
 PRUNE: Final = """
 WITH due AS (
-    SELECT j.id FROM {s}.job j
-     WHERE j.finished_at < clock_timestamp() - interval '1 second' * CASE j.status
-               WHEN 'succeeded' THEN %(succeeded)s::float8 WHEN 'failed' THEN %(failed)s::float8
-               ELSE %(cancelled)s::float8 END
-       AND NOT EXISTS (SELECT FROM {s}.operation o WHERE o.job_id = j.id
-                          AND o.first_intent_at + o.idempotent_for > clock_timestamp())
-     ORDER BY j.finished_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED
+    SELECT f.id FROM (VALUES ('succeeded', %(succeeded)s::float8), ('failed', %(failed)s), ('cancelled', %(cancelled)s))
+           AS r (status, kept)
+     CROSS JOIN LATERAL (
+        SELECT j.id FROM {s}.job j
+         WHERE j.status = r.status AND j.finished_at < {now} - interval '1 second' * r.kept
+           AND NOT EXISTS (SELECT FROM {s}.operation o WHERE o.job_id = j.id
+                              AND o.first_intent_at + o.idempotent_for > clock_timestamp())
+         ORDER BY j.finished_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED) f
+     LIMIT %(limit)s
 ), operations AS (
     DELETE FROM {s}.operation o USING due WHERE o.job_id = due.id
 ), jobs AS (
@@ -916,7 +923,7 @@ ON CONFLICT DO NOTHING RETURNING id, {async} AS a
 PRUNE_LOG: Final = "DELETE FROM {s}.transition t WHERE t.job_id = ANY (%(ids)s) RETURNING {async} AS a"
 PRUNE_TOMBSTONES: Final = """
 DELETE FROM {s}.tombstone t USING (
-    SELECT id FROM {s}.tombstone WHERE pruned_at < clock_timestamp() - interval '1 second' * %(retention)s::float8
+    SELECT id FROM {s}.tombstone WHERE pruned_at < {now} - interval '1 second' * %(retention)s::float8
      ORDER BY pruned_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED) due
  WHERE t.id = due.id RETURNING t.id, {async} AS a
 """
