@@ -14,12 +14,15 @@ logger = logging.getLogger(__name__)
 
 Matcher = type[BaseException] | Callable[[BaseException], bool]
 TEXT_LIMIT = 4000
+ARGS_LIMIT = 16_000
+"""Characters of JSON; longer arguments are not kept, and a replay raises the same class with the text."""
 
 
 def to_json(exc: BaseException) -> dict[str, Any]:
     """Describe an exception: its class, its arguments where they are JSON, and its text."""
     try:
-        args: Any = canonical.printable(canonical.roundtrip(list(exc.args)))
+        encoded = canonical.encode(list(exc.args))
+        args: Any = canonical.printable(canonical.decode(encoded)) if len(encoded) <= ARGS_LIMIT else None
     except (TypeError, ValueError):
         args = None
     return {

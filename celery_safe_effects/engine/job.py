@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import NAMESPACE_OID, UUID, uuid5
 
 from ..errors import (
@@ -46,6 +46,30 @@ class Hooks:
 
     double_effect: Callable[[str, str, str], None] = lambda _key, _job, _ref: None
     armed: Callable[[float | None], AbstractContextManager[bool]] = deadline.killed_after
+
+
+class RetryAsked(NamedTuple):
+    """The body asked to run again; it stands, whatever the body does afterwards.
+
+    Attributes:
+        retry: what says when and with what.
+        about: the exception that it was asked for.
+    """
+
+    retry: Any
+    about: BaseException | None
+
+
+class RetryOver(NamedTuple):
+    """The body asked to run again and was told that it may not.
+
+    Attributes:
+        raised: what it was told with.
+        reason: why: ``max_retries``, ``max_attempts``.
+    """
+
+    raised: BaseException
+    reason: str
 
 
 class ActiveJob:
@@ -91,7 +115,9 @@ class ActiveJob:
         self.outgoing: Any = None
         self.children = 0
         self.in_body = False
-        self.retries_over = False
+        self.max_attempts: int = row.max_attempts
+        self.asked: RetryAsked | None = None
+        self.retry_over: RetryOver | None = None
         self.passed: int = row.passed
         self.unrecorded: dict[UUID, str] = {}
         """The nonces and keys of intents that may be recorded, and whose outcome is not."""
@@ -248,6 +274,24 @@ class ActiveJob:
             if not rows:
                 raise self.lost()
             self.passed = rows[0].passed
+
+    def ask_for_more_attempts(self, wanted: int) -> None:
+        """A retry may need more runs than were known to be needed; in vain where ``max_attempts`` itself was given.
+
+        Raises:
+            LeaseLost: nothing else may be done.
+        """
+        rows = self.insist(
+            "MORE_ATTEMPTS",
+            until=self.held.trusted,
+            id=self.id,
+            token=self.lease.token,
+            fence=self.fence,
+            wanted=wanted,
+        )
+        if not rows:
+            raise self.lost()
+        self.max_attempts = rows[0].max_attempts
 
     def child_id(self) -> str:
         """The id of the next message (or canvas) that the body makes: the same each time that the body runs."""

@@ -34,6 +34,7 @@ from ..store.enlist import Enlisted
 from ..store.statements import ACCEPTED_COLUMNS
 from ..values import seconds
 from .envelope import MARK, Envelope, Mark
+from .task import runs_needed
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_TENANT: Final = "default"
-UNBOUNDED_ATTEMPTS: Final = 2**31 - 1
 ACCEPT_TRIES: Final = 3
 LOCK_TIMEOUT: Final = "2s"
 """How long a call waits for an id or a key that another's open transaction holds."""
@@ -180,8 +180,8 @@ class Acceptance:
             "task": envelope.task,
             "tenant": self.tenant(ours, envelope.task),
             "pool": ours.get("pool") or getattr(task, "pool", None),
-            "queue": _queue_name(self.app, envelope.options),
-            "priority": _priority(envelope.options),
+            "queue": queue_of(self.app, envelope.options),
+            "priority": priority_of(envelope.options),
             "key": key_of(ours.get("idempotency_key"), envelope.headers),
             "digest": envelope.digest(data),
             "parent": parent.id if parent is not None else envelope.headers.get("parent_id"),
@@ -190,7 +190,7 @@ class Acceptance:
             "expires": time_of(self.app, envelope.headers.get("expires")),
             "limits": self.safe.admission.given(
                 {
-                    "max_attempts": _max_attempts(ours, task, self.safe.admission.common["max_attempts"]),
+                    **_max_attempts(ours, task, self.safe.admission.common["max_attempts"]),
                     "max_age": seconds(ours.get("max_age") or getattr(task, "max_age", None)),
                 },
             ),
@@ -548,16 +548,12 @@ def _check_options(ours: Mapping[str, Any]) -> None:
         raise bad("max_age", "a number of seconds greater than 0")
 
 
-def _max_attempts(ours: Mapping[str, Any], task: Any, default: int) -> int:
-    """Explicit, else enough for a ``max_retries`` that the task sets itself, else the setting."""
+def _max_attempts(ours: Mapping[str, Any], task: Any, default: int) -> dict[str, Any]:
+    """Explicit, and then no retry gets more; else enough for the task's own ``max_retries``, else the setting."""
     given = ours.get("max_attempts") or getattr(task, "max_attempts", None)
     if given:
-        return int(given)
-    if task is None:
-        return default
-    if not any("max_retries" in vars(cls) for cls in type(task).__mro__ if not cls.__module__.startswith("celery.")):
-        return default  # Celery's own default says nothing about this task
-    return UNBOUNDED_ATTEMPTS if task.max_retries is None else max(default, int(task.max_retries) + 1)
+        return {"max_attempts": int(given), "attempts_fixed": True}
+    return {"max_attempts": max(default, (runs_needed(task) if task is not None else None) or 0)}
 
 
 def time_of(app: Celery, value: Any) -> datetime | None:
@@ -581,14 +577,14 @@ def _is_plain(app: Celery, options: Mapping[str, Any]) -> bool:
     return bool(name) and not isinstance(dict.get(app.amqp.queues, str(name)), Broadcast)
 
 
-def _queue_name(app: Celery, options: dict[str, Any]) -> str | None:
+def queue_of(app: Celery, options: dict[str, Any]) -> str | None:
     queue = options.get("queue")
     if queue is None and not options.get("exchange"):
         queue = app.conf.task_default_queue
     return str(queue) if queue else str(options.get("routing_key") or "") or None
 
 
-def _priority(options: Mapping[str, Any]) -> int:
+def priority_of(options: Mapping[str, Any]) -> int:
     try:
         return max(0, min(255, int(options.get("priority") or 0)))
     except (TypeError, ValueError):

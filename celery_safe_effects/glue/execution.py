@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from uuid import uuid4
 
@@ -17,7 +18,7 @@ from .. import canonical, signals
 from ..engine import current, failures, loop, outcomes, process
 from ..engine.admission import OPERATIONS_LIMIT
 from ..engine.calls import intent_options
-from ..engine.job import ActiveJob
+from ..engine.job import ActiveJob, RetryOver
 from ..engine.lease import clock
 from ..engine.outcomes import classify, outcome_of
 from ..errors import (
@@ -34,6 +35,7 @@ from ..states import TERMINAL, JobStatus
 from ..states import OperationStatus as Op
 from ..store.hot import RETRYABLE, STORE_ERRORS, Lease, Row
 from ..values import Operation, Outcome
+from .acceptance import priority_of, queue_of, time_of
 from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest, is_marked
 from .wire import Message
 
@@ -57,6 +59,7 @@ class _Conclusion(NamedTuple):
     result: str | None = None
     error: Any = None
     delay: float = 0.0
+    run_at: datetime | None = None
     refund: int = 0
     waiting_for: str | None = None
     outgoing: Envelope | None = None
@@ -336,10 +339,11 @@ class Execution:
         raised: BaseException | None = None
         try:
             self._started()
-            value = self.task._invoke(*self.args, **self.kwargs)
+            value = self._run_tracked(job)
         except BaseException as exc:
             raised = exc
-        raised = self._close(job, raised) or job.mismatch or job.parked or job.deferred
+        swallowed = job.mismatch or job.parked or job.deferred or (job.asked and job.asked.retry)
+        raised = self._close(job, raised) or swallowed
         if raised is not None:
             return self._failed(job, raised)
         if isinstance(value, Outcome):
@@ -390,15 +394,23 @@ class Execution:
                 text, delay = failures.to_json(again), self._backoff(job)
                 return _Conclusion("again", "cancelled_call", error=text, delay=delay, tell=Ignore(), value=again)
             return _Conclusion("queued", f"waiting_for:{key}", refund=1, waiting_for=key, tell=Ignore())
-        if isinstance(exc, Retry):
+        if isinstance(exc, Retry) or (job.asked is not None and isinstance(exc, Exception)):
             return self._retry(job, exc)
         if isinstance(exc, Ignore):
             return self._replaced(job) if job.outgoing is not None else self._ignored()
         if isinstance(exc, Reject):
             error = SafeEffectsError(f"the task rejected its message: {exc.reason}")
+            if exc.requeue:  # not by the broker: a message is only a hint
+                told = Ignore(str(error))
+                return _Conclusion(
+                    "again", "rejected", error=failures.to_json(error), delay=self._backoff(job), tell=told, value=error
+                )
             return _Conclusion("failed", "rejected", error=failures.to_json(error), tell=error)
+        over = self._over(job, exc)
+        if over is not None:
+            return _Conclusion("failed", over.reason, error=failures.to_json(exc), tell=exc)
         if (
-            not job.retries_over
+            job.retry_over is None
             and job.not_happened is not None
             and failures.find(exc, (type(job.not_happened),)) is job.not_happened
         ):
@@ -419,27 +431,30 @@ class Execution:
     def _backoff(job: ActiveJob) -> float:
         return float(min(MAX_BACKOFF, BACKOFF * 2 ** min(job.attempt - 1, 16)))
 
-    def _retry(self, job: ActiveJob, exc: Retry) -> _Conclusion:
-        delay = exc.when if isinstance(exc.when, (int, float)) else 0.0
-        if not isinstance(exc.when, (int, float)) and exc.when is not None:
-            delay = max(0.0, exc.when.timestamp() - time.time())
-        cause = failures.to_json(exc.exc if isinstance(exc.exc, BaseException) else exc)
-        if job.outgoing is None and exc.sig is not None:
+    def _retry(self, job: ActiveJob, exc: BaseException) -> _Conclusion:
+        """What the author asked for last; or a ``Retry`` that was raised by hand and says when at most."""
+        retry: Any = exc if job.asked is None else job.asked.retry
+        about = retry.exc if job.asked is None else job.asked.about
+        cause = failures.to_json(about if isinstance(about, BaseException) else retry)
+        if job.outgoing is None and retry.sig is not None:
             # apply() sends no message for a retry: it runs it itself, with what the signature says.
-            sent = self.task._as_sent(exc.sig.args, exc.sig.kwargs)
+            sent = self.task._as_sent(retry.sig.args, retry.sig.kwargs)
             job.outgoing = self._envelope(*sent, retries=self.request.retries + 1)
         try:
+            timed = isinstance(retry.when, (int, float)) or retry.when is None
+            run_at = None if timed else time_of(self.task.app, retry.when)
             self._outgoing(job.outgoing, True)
-        except (EncodeError, TypeError, ValueError) as bad:
+        except (EncodeError, TypeError, ValueError, SafeEffectsError) as bad:
             return _Conclusion("failed", "retry_not_encodable", error=failures.to_json(bad), tell=bad)
         return _Conclusion(
             "again",
             f"retry: {cause['text']}"[:500],
             error=cause,
-            delay=float(delay),
+            delay=float(retry.when or 0.0) if timed else 0.0,
+            run_at=run_at,
             outgoing=job.outgoing,
-            tell=exc,
-            value=exc.exc if isinstance(exc.exc, Exception) else exc,
+            tell=retry,
+            value=about if isinstance(about, Exception) else self.task.MaxRetriesExceededError(cause["text"]),
         )
 
     def _replaced(self, job: ActiveJob) -> _Conclusion:
@@ -489,11 +504,14 @@ class Execution:
         except BaseException as exc:
             raised = exc
         alarm.close()
+        asked = job.asked
+        if asked is not None and (raised is None or raised is asked.about):
+            raised = asked.retry  # the author's word, whatever the body did with it
         if raised is None:
             ref, result, invalid = outcome_of(value, key)
             error = None if invalid is None else {"text": f"task {self.task.name!r} {invalid}"}
             if error is not None:
-                self._pend(job, "failed", "result_not_json", error, 0.0)
+                self._pend(job, "failed", _Conclusion("failed", "result_not_json", error=error))
             outcomes.record(job, "OUTCOME", key, nonce, Op.OUTCOME_CONFIRMED, ref, result, error)
             if error is not None:
                 raise EffectResultInvalid(error["text"])
@@ -502,7 +520,8 @@ class Execution:
         if isinstance(raised, (LeaseLost, JobCancelled)):
             # Raised by a checkpoint in the body: whether it had begun its effect, only its author could say.
             status = Op.UNKNOWN
-        elif isinstance(raised, Retry) or self._never_entered(raised):
+        elif isinstance(raised, Retry) or self._never_entered(raised) or self._over(job, raised):
+            # retry() says that running again is safe: also where it was told that there is no other run.
             status = Op.NOT_HAPPENED
         elif isinstance(raised, self.task.throws or ()):
             status = Op.REFUSED
@@ -511,22 +530,15 @@ class Execution:
         error = failures.to_json(raised)
         again = True
         if status == Op.NOT_HAPPENED:
-            conclusion = (
-                self._retry(job, raised)
-                if isinstance(raised, Retry)
-                else _Conclusion("again", "not_happened", delay=BACKOFF * 2 ** min(job.attempt - 1, 6))
-            )
-            if self._never_entered(raised):
-                again = False
-                self._pend(job, "failed", "error", error, 0.0)
-            elif conclusion.wish == "failed":
+            conclusion = self._not_happened(job, raised)
+            if conclusion.wish == "failed":
                 again, raised = False, conclusion.tell or raised
-                self._pend(job, "failed", conclusion.reason, conclusion.error, 0.0)
-            elif not self._pend(job, "queued", conclusion.reason, error, conclusion.delay, conclusion.outgoing):
-                again = False
-                self._pend(job, "failed", "max_attempts", error, 0.0)
+                self._pend(job, "failed", conclusion)
+            elif not self._pend(job, "queued", conclusion):
+                again, raised = False, conclusion.value
+                self._pend(job, "failed", conclusion._replace(reason="max_attempts", outgoing=None))
         elif status == Op.REFUSED:
-            self._pend(job, "failed", "refused", error, 0.0)
+            self._pend(job, "failed", _Conclusion("failed", "refused", error=error))
         outcomes.record(job, "OUTCOME", key, nonce, status, None, None, error)
         if status == Op.UNKNOWN:
             return self._conclude(job, self._unknown(key, error["text"]))
@@ -539,6 +551,21 @@ class Execution:
         self._settles(job.fence)
         raise raised
 
+    def _not_happened(self, job: ActiveJob, exc: BaseException) -> _Conclusion:
+        """What follows from a whole body that did not happen."""
+        if isinstance(exc, Retry):
+            return self._retry(job, exc)
+        error = failures.to_json(exc)
+        if self._never_entered(exc):
+            return _Conclusion("failed", "error", error=error, tell=exc)
+        if job.retry_over is not None:
+            return _Conclusion("failed", job.retry_over.reason, error=error, tell=exc)
+        return _Conclusion("again", "not_happened", error=error, delay=self._backoff(job), value=exc)
+
+    @staticmethod
+    def _over(job: ActiveJob, exc: BaseException) -> RetryOver | None:
+        return job.retry_over if job.retry_over is not None and job.retry_over.raised is exc else None
+
     def _unknown(self, key: str, why: str) -> _Conclusion:
         unknown = OutcomeUnknown(f"operation {key}: {why}", key=key, job_id=self.id)
         return _Conclusion("unknown", "outcome_unknown", error=failures.to_json(unknown), tell=Ignore())
@@ -546,6 +573,7 @@ class Execution:
     def _run_tracked(self, job: ActiveJob) -> Any:
         """Run the body so that ``retry()`` can tell the author's call from the one that ``autoretry_for`` makes."""
         task = self.task
+        task.__dict__.pop("override_max_retries", None)  # retry(max_retries=...) leaves it behind for the next job
         original = task.__dict__.get("_orig_run")
         if original is None:
             job.in_body = True
@@ -566,15 +594,7 @@ class Execution:
             task._orig_run = tracked
         return task._invoke(*self.args, **self.kwargs)
 
-    def _pend(
-        self,
-        job: ActiveJob,
-        status: str,
-        reason: str | None,
-        error: Any,
-        delay: float,
-        outgoing: Envelope | None = None,
-    ) -> bool:
+    def _pend(self, job: ActiveJob, status: str, end: _Conclusion) -> bool:
         rows = self._insist(
             "BODY_PENDING",
             until=job.held.trusted,
@@ -582,10 +602,10 @@ class Execution:
             token=job.lease.token,
             fence=job.fence,
             pending=status,
-            reason=reason,
-            error=canonical.encode(error),
-            delay=0.0 if self.request.is_eager else delay,
-            **self._outgoing(outgoing, status == "queued"),
+            reason=end.reason,
+            error=canonical.encode(end.error),
+            **self._when(end),
+            **self._outgoing(end.outgoing, status == "queued"),
         )
         if not rows:
             raise job.lost()
@@ -596,13 +616,28 @@ class Execution:
     def _outgoing(self, outgoing: Envelope | None, retried: bool) -> dict[str, Any]:
         if outgoing is None:
             retries = self.request.retries + 1 if retried else None
-            return {"envelope": None, "digest": None, "retries": retries}
+            return {
+                "envelope": None,
+                "digest": None,
+                "retries": retries,
+                "expires": None,
+                "queue": None,
+                "priority": None,
+            }
         data = outgoing.encode(outgoing.options.get("serializer") or self.task.app.conf.task_serializer)
         return {
             "envelope": data,
             "digest": outgoing.digest(data),
             "retries": int(outgoing.headers.get("retries") or 0),
+            "expires": time_of(self.task.app, outgoing.headers.get("expires")),
+            "queue": queue_of(self.task.app, outgoing.options),
+            "priority": priority_of(outgoing.options),
         }
+
+    def _when(self, end: _Conclusion) -> dict[str, Any]:
+        # apply() runs a retry at once and by itself; the sweep is only for when it does not get to it.
+        eager = self.request.is_eager
+        return {"delay": 0.0 if eager else end.delay, "run_at": None if eager else end.run_at}
 
     def _conclude(self, job: ActiveJob, end: _Conclusion) -> Any:
         """Write the end, then tell Celery what was written."""
@@ -617,8 +652,7 @@ class Execution:
             "ref": (end.ref or job.last_ref or f"result:{self.id}") if with_ref else None,
             "result": end.result,
             "error": None if end.error is None else canonical.encode(end.error),
-            # apply() runs a retry at once and by itself; the sweep is only for when it does not get to it.
-            "delay": 0.0 if self.request.is_eager else end.delay,
+            **self._when(end),
             "hold": self.safe.config.republish_after if self.request.is_eager else None,
             "refund": end.refund,
             "waiting_for": end.waiting_for,

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from celery import Task
 from celery._state import _task_stack
 from celery.app.task import Task as BaseTask
-from celery.exceptions import Retry
+from celery.exceptions import Reject
 from celery.utils.imports import symbol_by_name
+from celery.utils.serialization import raise_with_context
 
 from .. import canonical
 from ..effects import Effect, body_effect
 from ..engine import current, failures, loop
-from ..engine.job import ActiveJob
-from ..errors import ConfigurationError, NoActiveJob, UndeclaredEffect
+from ..engine.job import ActiveJob, RetryAsked, RetryOver
+from ..errors import ConfigurationError, EffectRefused, LeaseLost, NoActiveJob, UndeclaredEffect
 from .asynchronous import apart, at_home, awaited_run, finished, follow
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 OURS: Final = ("idempotency_key", "tenant", "pool", "max_attempts", "max_age")
 """Options of ``apply_async`` that are the library's own and never reach the broker."""
 
+UNBOUNDED: Final = 2**31 - 1
+"""Runs of a job whose retries have no end."""
 PROVIDED: Final = ("job", "safe_effects")
 """What a SafeTask gives its bodies: a class of the user's that defines it differently would take it away."""
 BUILT_IN: Final = "celery."
@@ -172,25 +175,72 @@ class SafeTask(Task):
             found = type(self)._body = body_effect(self.name, fn, self.effect_options or {})
         return found
 
-    def retry(self, *args: Any, **kwargs: Any) -> Any:
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: Any = None,
+        throw: bool = True,
+        eta: Any = None,
+        countdown: Any = None,
+        max_retries: int | None = None,
+        **options: Any,
+    ) -> Any:
         """As Celery's; the retry is written when the body has unwound, under the same job id, and costs one attempt.
 
         In a task whose whole body is one side effect, it is the author's recorded statement that running again is safe.
+        A retry that was asked for stands, also if the body goes on after ``throw=False`` or swallows the ``Retry``.
+
+        Raises:
+            Retry: as Celery's, unless ``throw`` is false.
+            MaxRetriesExceededError: or ``exc`` where it is given, as Celery's: ``max_retries`` is reached, or this was
+                the last of ``max_attempts`` runs.
         """
         job = current.job()
-        exc = kwargs.get("exc")
-        # autoretry_for is a guess about classes, not the author's statement about this run.
-        if isinstance(exc, BaseException) and job is not None and job.operation is not None and not job.in_body:
-            if not failures.matches(exc, self._body_effect().options.not_happened_on):
+        if job is None or job.id != self.request.id:
+            return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **options)
+        job.asked = None
+        if isinstance(exc, BaseException) and not job.in_body:
+            # autoretry_for is a guess about classes, not the author's statement about this run; and what was refused
+            # stays so, however often it is replayed.
+            guess = job.operation is not None and not failures.matches(exc, self._body_effect().options.not_happened_on)
+            if guess or isinstance(exc, EffectRefused):
                 raise exc
         try:
-            return super().retry(*args, **kwargs)
-        except Retry:
+            self._must_have_a_run_left(job, args, kwargs, exc, max_retries)
+            asked = super().retry(args, kwargs, exc, False, eta, countdown, max_retries, **options)
+        except Reject as rejected:
+            # Celery's word for a retry that could not be sent.
+            over = rejected.reason if isinstance(rejected.reason, Exception) else rejected
+            job.retry_over = RetryOver(over, "retry_not_sent")
+            raise over from None
+        except LeaseLost:
             raise
-        except BaseException:
-            if job is not None:
-                job.retries_over = True  # max_retries: the error is final
+        except BaseException as over:
+            job.retry_over = job.retry_over or RetryOver(over, "max_retries")
             raise
+        job.asked = RetryAsked(asked, exc if isinstance(exc, BaseException) else None)
+        if throw:
+            raise asked
+        return asked
+
+    def _must_have_a_run_left(self, job: ActiveJob, args: Any, kwargs: Any, exc: Any, max_retries: int | None) -> None:
+        """Raise what Celery raises when ``max_retries`` is reached, if this run is the last of ``max_attempts``."""
+        allowed = self.max_retries if max_retries is None else max_retries
+        if job.attempt < job.max_attempts or (allowed is not None and self.request.retries >= allowed):
+            return  # there is, or Celery says that there is none
+        wanted = runs_needed(self, max_retries)
+        if wanted is not None and wanted > job.max_attempts:
+            job.ask_for_more_attempts(wanted)
+            if job.attempt < job.max_attempts:
+                return
+        final = exc or self.MaxRetriesExceededError(
+            f"Can't retry {self.name}[{job.id}]: it has had {job.attempt} runs, and max_attempts allows no more",
+            task_args=self.request.args if args is None else args,
+            task_kwargs=self.request.kwargs if kwargs is None else kwargs,
+        )
+        job.retry_over = RetryOver(final, "max_attempts")
+        raise_with_context(final)
 
     def replace(self, sig: Any) -> Any:
         """As Celery's, with a single task, which takes over the job's id and row.
@@ -203,6 +253,9 @@ class SafeTask(Task):
                 f"task {self.name!r}: self.replace() of a SafeTask takes a single task, not a {sig.subtask_type}; send "
                 "the canvas with apply_async() and return its id"
             )
+        job = current.job()
+        if job is not None:
+            job.asked = None  # the last word counts
         return super().replace(sig)
 
     def map(self, it: Any) -> Any:
@@ -370,6 +423,24 @@ def keep_built_ins_plain(app: Any) -> None:
         return task_from_fun(fun, name=named, base=base, **options)
 
     app._task_from_fun = plain_if_built_in
+
+
+def runs_needed(task: Any, max_retries: int | None = None) -> int | None:
+    """How many runs a task's retries may come to.
+
+    Arguments:
+        task: the task.
+        max_retries: what the retry at hand says.
+
+    Returns:
+        one more than the largest ``max_retries`` that the retry, the task itself or its ``retry_kwargs`` gives;
+        ``None`` where none does: Celery's own default says nothing about this task.
+    """
+    found = [max_retries, (getattr(task, "retry_kwargs", None) or {}).get("max_retries")]
+    given = [value + 1 for value in found if value is not None]
+    if any("max_retries" in vars(cls) for cls in type(task).__mro__ if not cls.__module__.startswith(BUILT_IN)):
+        given.append(UNBOUNDED if task.max_retries is None else task.max_retries + 1)
+    return min(max(given), UNBOUNDED) if given else None
 
 
 def of(app: Any) -> SafeEffects:

@@ -52,13 +52,15 @@ _COLUMNS: Final = ", ".join(ACCEPTED_COLUMNS)
 # message now; else it is due at the ETA, or in `due` seconds, or at once in the express lane.
 _ACCEPT: Final = """
 INSERT INTO {s}.job AS j (id, task, tenant, pool, queue, express, priority, idempotency_key, args_digest, parent_id,
-    retries, max_attempts, eta, run_after, expires_at, gives_up_at, envelope, settle, created_by,
+    retries, max_attempts, attempts_fixed, eta, run_after, expires_at, gives_up_at, envelope, settle, created_by,
     next_publish_at, published_at, publishes)
 SELECT r.id, r.task, r.tenant, r.pool,
     CASE WHEN r.express AND NOT r.later THEN {s}.express_of(r.queue) ELSE r.queue END,
     CASE WHEN r.fair THEN r.express AND NOT r.later END,
     r.priority, r.key, r.digest, r.parent, r.retries,
-    (r.given ->> 'max_attempts')::integer, r.eta, r.eta, r.expires,
+    (r.given ->> 'max_attempts')::integer,
+    r.limits ? 'attempts_fixed' OR r.given -> 'max_attempts' IS DISTINCT FROM r.limits -> 'max_attempts',
+    r.eta, r.eta, r.expires,
     clock_timestamp() + (r.given ->> 'max_age')::float8 * interval '1 second', r.envelope, r.settle, %(actor)s,
     CASE WHEN r.later THEN r.eta WHEN r.express THEN clock_timestamp()
          ELSE clock_timestamp() + %(due)s::float8 * interval '1 second' END,
@@ -456,12 +458,15 @@ _LEAVE_SET: Final = """
                          WHEN {s}.leaves_to(j, %(wish)s) = 'cancelled' THEN coalesce(j.cancel_reason, %(reason)s)
                          ELSE %(reason)s END,
            run_after = CASE WHEN {s}.leaves_to(j, %(wish)s) = 'queued'
-                            THEN clock_timestamp() + %(delay)s::float8 * interval '1 second' END,
+                            THEN {when} END,
            actor = %(actor)s"""
+_WHEN: Final = "coalesce(%(run_at)s::timestamptz, clock_timestamp() + %(delay)s::float8 * interval '1 second')"
 # The same without the worker's own word: spaced by a back-off, and once the runs are over, with an error that says so.
 _GIVEN_UP_SET: Final = (
     _LEAVE_SET.replace(
-        "%(delay)s::float8", "LEAST(%(delay)s::float8 * 2 ^ LEAST(j.attempts - 1, 16), %(max_delay)s::float8)"
+        "{when}",
+        "clock_timestamp() + interval '1 second'"
+        " * LEAST(%(delay)s::float8 * 2 ^ LEAST(j.attempts - 1, 16), %(max_delay)s::float8)",
     )
     + """,
            error = CASE WHEN {s}.leaves_to(j, %(wish)s) = 'failed' THEN (
@@ -473,13 +478,15 @@ _GIVEN_UP_SET: Final = (
 LEAVE: Final = (
     """
 UPDATE {s}.job j"""
-    + _LEAVE_SET
+    + _LEAVE_SET.replace("{when}", _WHEN)
     + """,
            outcome_ref = coalesce(%(ref)s, j.outcome_ref), result = %(result)s::json, error = %(error)s::json,
            attempts = j.attempts - %(refund)s, waiting_for = %(waiting_for)s,
            settle = coalesce(%(settle)s, j.settle),
            envelope = coalesce(%(envelope)s, j.envelope), args_digest = coalesce(%(digest)s, j.args_digest),
            retries = coalesce(%(retries)s, j.retries), generation = coalesce(%(generation)s, j.generation),
+           expires_at = coalesce(%(expires)s::timestamptz, j.expires_at), queue = coalesce(%(queue)s, j.queue),
+           priority = coalesce(%(priority)s::smallint, j.priority),
            task = coalesce(%(task)s, j.task),
            next_publish_at = CASE WHEN %(waiting_for)s::text IS NOT NULL AND EXISTS (
                                       SELECT FROM {s}.operation o WHERE o.key = %(waiting_for)s
@@ -493,21 +500,34 @@ RETURNING j.status, j.reason
 )
 
 # The end of a whole-body job is the end of its one operation; a retry or an error only prepares what follows from it.
-BODY_PENDING: Final = """
+BODY_PENDING: Final = (
+    """
 UPDATE {s}.job j
    SET pending_status = %(pending)s, pending_reason = %(reason)s, error = %(error)s::json,
-       run_after = clock_timestamp() + %(delay)s::float8 * interval '1 second',
+       run_after = """
+    + _WHEN
+    + """,
        envelope = coalesce(%(envelope)s, j.envelope), args_digest = coalesce(%(digest)s, j.args_digest),
-       retries = coalesce(%(retries)s, j.retries)
+       retries = coalesce(%(retries)s, j.retries), expires_at = coalesce(%(expires)s::timestamptz, j.expires_at),
+       queue = coalesce(%(queue)s, j.queue), priority = coalesce(%(priority)s::smallint, j.priority)
  WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
 RETURNING j.attempts < j.max_attempts AS again
 """
+)
 
 # The body went on from a step that did not happen: a replay must do so too, and not send that step. Durable, before
 # whatever it does instead; where that is another effect of the job, its intent says the same.
 WENT_ON: Final = """
 UPDATE {s}.job j SET passed = greatest(j.passed, %(ordinal)s)
  WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running' RETURNING j.passed
+"""
+
+# A retry asks for more runs than were accepted; limits and a given max_attempts go before it.
+MORE_ATTEMPTS: Final = """
+UPDATE {s}.job j
+   SET max_attempts = CASE WHEN j.attempts_fixed THEN j.max_attempts ELSE greatest(j.max_attempts, %(wanted)s) END
+ WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
+RETURNING j.max_attempts
 """
 
 # 11: is the lease still ours, the job not cancelled, not too old? Renews it with the same word.

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery
+from celery.app.trace import build_tracer
 
 from celery_safe_effects import Outcome, SafeEffects, SafeTask, Unresolved, effect
 from tests.support.services import Sql
@@ -96,6 +97,24 @@ class Lab:
             patch.setattr(self.safe.publisher, "deliver_now", lambda *ids: 0)
             task.apply(args, task_id=job)
         return job
+
+    def deliver(self, task: Any, job: str, *args: Any, due: bool = True, **kwargs: Any) -> Any:
+        """Deliver a job once, as a worker does: the result is stored, and a retry waits in the queue.
+
+        Arguments:
+            due: whether that retry is due at once.
+
+        Returns:
+            what Celery's tracer says.
+        """
+        request = {"id": job, "task": task.name, "is_eager": False, "delivery_info": {}, "hostname": "lab"}
+        task = self.app.tasks[task.name]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.safe.publisher, "deliver_now", lambda *ids: 0)
+            told = build_tracer(task.name, task, app=self.app)(job, args, kwargs, request)
+        if due:
+            self.sql("UPDATE job SET run_after = NULL WHERE id = %s AND status = 'queued'", job)
+        return told
 
     def status(self, job: str) -> str:
         return str(self.row(job)["status"])

@@ -21,6 +21,7 @@ CREATE TABLE {schema}.job (
     retries             integer NOT NULL DEFAULT 0,
     attempts            integer NOT NULL DEFAULT 0,
     max_attempts        integer NOT NULL DEFAULT 5 CHECK (max_attempts > 0),
+    attempts_fixed      boolean NOT NULL DEFAULT false,
     fence               bigint NOT NULL DEFAULT 0,
     lease_token         uuid,
     lease_owner         text,
@@ -695,6 +696,11 @@ BEGIN
         RETURN NULL;
     END IF;
     next := coalesce(j.pending_status, body_end, 'queued');
+    IF next = 'queued' AND j.cancel_requested_at IS NOT NULL THEN  -- a cancel wins over another run
+        next := 'cancelled';
+        j.pending_status := next;
+        j.pending_reason := coalesce(j.cancel_reason, j.pending_reason);
+    END IF;
     UPDATE {schema}.job
        SET open_ops = 0, unknown_ops = 0, status = next,
            reason = CASE WHEN j.pending_status IS NOT NULL THEN j.pending_reason
