@@ -15,6 +15,7 @@ pytest_plugins = [
     "tests.support.provider",
     "tests.support.processes",
     "tests.support.lab",
+    "tests.support.site",
     "tests.support.pytest_celery_local",
 ]
 

@@ -433,11 +433,10 @@ def runs_needed(task: Any, max_retries: int | None = None) -> int | None:
         max_retries: what the retry at hand says.
 
     Returns:
-        one more than the largest ``max_retries`` that the retry, the task itself or its ``retry_kwargs`` gives;
-        ``None`` where none does: Celery's own default says nothing about this task.
+        one more than the larger ``max_retries`` that the retry and the task itself give; ``None`` where neither does:
+        Celery's own default says nothing about this task.
     """
-    found = [max_retries, (getattr(task, "retry_kwargs", None) or {}).get("max_retries")]
-    given = [value + 1 for value in found if value is not None]
+    given = [] if max_retries is None else [max_retries + 1]
     if any("max_retries" in vars(cls) for cls in type(task).__mro__ if not cls.__module__.startswith(BUILT_IN)):
         given.append(UNBOUNDED if task.max_retries is None else task.max_retries + 1)
     return min(max(given), UNBOUNDED) if given else None

