@@ -16,6 +16,7 @@ from .engine import failures, process
 from .engine.admission import Admission, LimitInUse, StoredLimits
 from .engine.job import Hooks
 from .engine.lease import LeaseKeeper
+from .engine.metrics import Metric, Metrics
 from .engine.prune import Pruned, Pruner
 from .engine.reconcile import Reconciled, Reconciler
 from .engine.sweep import Sweeper, Swept
@@ -171,7 +172,7 @@ class SafeEffects:
     def keeper(self) -> LeaseKeeper:
         """The leases of this process."""
         if self._keeper is None:
-            self._keeper = LeaseKeeper(self.store, self.config.heartbeat_interval, self._on_lost)
+            self._keeper = LeaseKeeper(self.store, self.config.heartbeat_interval, self._on_lost, self._on_late)
         return self._keeper
 
     @property
@@ -199,6 +200,7 @@ class SafeEffects:
             longest_lookup=self.longest_lookup,
             deliver_now=self.publisher.deliver_now,
             on_moved=self.announce,
+            count=self.count,
         )
 
     @property
@@ -266,8 +268,13 @@ class SafeEffects:
     def _on_lost(self, lease: Lease) -> None:
         self.count("leases_lost", "renewal")
 
+    def _on_late(self, lease: Lease, seconds: float) -> None:
+        try:
+            self.store.rows("WORKER_PAUSED", owner=lease.owner, seconds=seconds)
+        except (SafeEffectsError, psycopg.Error):
+            logger.debug("a pause of %.1f s could not be written", seconds, exc_info=True)
+
     def _on_double_effect(self, key: str, job_id: str, ref: str) -> None:
-        self.count("double_effects")
         signals.double_effect.send(sender=key, operation_key=key, job_id=job_id, ref=ref)
 
     def _on_parked(self, row: Any) -> None:
@@ -357,6 +364,17 @@ class SafeEffects:
             one entry a scope: ``*``, ``tenant:<name>``, ``task:<name>`` or ``pool:<name>``.
         """
         return self.admission.stored()
+
+    def metrics(self) -> list[Metric]:
+        """What the database says about queues, leases, limits, open questions and counted events; reads only.
+
+        Returns:
+            every metric of ``docs/metrics.md``; ``contrib.prometheus`` makes Prometheus' text of them.
+
+        Raises:
+            StoreUnavailable: when the database cannot be reached.
+        """
+        return Metrics(self.store, self.admission, self.config.republish_after).collect()
 
     def prune(self) -> Pruned:
         """Delete finished jobs past their retention now, in this process."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from . import acting, limits, looking
+from . import acting, limits, looking, metrics
 
 
 @click.group("safe-effects", context_settings={"help_option_names": ["-h", "--help"]})
@@ -35,6 +35,7 @@ for _command in (
     acting.sweep,
     acting.reconcile,
     acting.prune,
+    metrics.metrics,
 ):
     safe_effects.add_command(_command)
 

@@ -184,22 +184,33 @@ class Admission:
         """Every limit that is set, stored ones before the settings', and what stands against it now."""
         use = {(row.kind, row.name): row for row in self.store.rows("USE")}
         tenants = {name: row for (kind, name), row in use.items() if kind == "tenant"}
-        found: dict[tuple[str, str], LimitInUse] = {}
+        found = []
+        for scope, limit, value, source in self._set():
+            kind, _, name = scope.partition(":")
+            current: int | None = None
+            if limit in ("tenant_queued", "tenant_running"):
+                column = limit.removeprefix("tenant_")
+                rows = [tenants.get(name)] if kind == "tenant" else list(tenants.values())
+                current = max((getattr(row, column) for row in rows if row is not None), default=0)
+            elif limit == "pool_running":
+                row = use.get(("pool", name))
+                current = row.running if row is not None else 0
+            found.append(LimitInUse(scope, limit, value, current, source))
+        return found
+
+    def on_jobs(self) -> list[tuple[str, str, float]]:
+        """The limits of queued and running jobs that are set, as scope, name and value."""
+        wanted = {"tenant_queued", "tenant_running", "pool_running"}
+        return [(scope, limit, value) for scope, limit, value, _ in self._set() if limit in wanted]
+
+    def _set(self) -> list[tuple[str, str, float, str]]:
+        """Scope, name, value and source of every limit that is set; stored ones hide the settings'."""
+        found: dict[tuple[str, str], tuple[str, str, float, str]] = {}
 
         def add(scope: str, limits: Mapping[str, Any], source: str) -> None:
-            kind, _, name = scope.partition(":")
             for limit, value in limits.items():
-                if limit in ("tenants", "pool_running") and isinstance(value, Mapping):
-                    continue
-                current: int | None = None
-                if limit in ("tenant_queued", "tenant_running"):
-                    column = limit.removeprefix("tenant_")
-                    rows = [tenants.get(name)] if kind == "tenant" else list(tenants.values())
-                    current = max((getattr(row, column) for row in rows if row is not None), default=0)
-                elif limit == "pool_running":
-                    row = use.get(("pool", name))
-                    current = row.running if row is not None else 0
-                found.setdefault((scope, limit), LimitInUse(scope, limit, value, current, source))
+                if not (limit in ("tenants", "pool_running") and isinstance(value, Mapping)):
+                    found.setdefault((scope, limit), (scope, limit, value, source))
 
         for stored in self.stored():
             add(stored.scope, stored.limits, "stored")
@@ -208,7 +219,7 @@ class Admission:
             add(f"tenant:{name}", limits, "settings")
         for name, value in self.common.get("pool_running", {}).items():
             add(f"pool:{name}", {"pool_running": value}, "settings")
-        return sorted(found.values(), key=lambda entry: (entry.scope, entry.limit))
+        return sorted(found.values())
 
     def refusal(self, params: Mapping[str, Any]) -> AdmissionRejected | None:
         """Why the accepting statement took nothing, if a limit is the reason."""

@@ -55,14 +55,24 @@ class LeaseKeeper:
         store: the database.
         interval: seconds between renewals.
         on_lost: called with a lease that a renewal found lost.
+        on_late: called with a lease and the seconds by which its renewal came too late, where these are many.
     """
 
     TICK = 0.5
+    LATE = 1.0
+    """Seconds: a process that was paused, starved, or cut off from the database."""
 
-    def __init__(self, store: Store, interval: float, on_lost: Callable[[Lease], None] | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        interval: float,
+        on_lost: Callable[[Lease], None] | None = None,
+        on_late: Callable[[Lease, float], None] | None = None,
+    ) -> None:
         self.store = store
         self.interval = interval
         self.on_lost = on_lost
+        self.on_late = on_late
         self._reset()
 
     def _reset(self) -> None:
@@ -146,6 +156,7 @@ class LeaseKeeper:
         except Exception:
             logger.exception("renewing %d leases failed", len(leases))
             return
+        late = max(since - held.renewed - min(self.interval, held.ttl / 3) for held in leases)
         for held in leases:
             cancelled = alive.get(held.lease.token)
             if cancelled is not None:
@@ -156,3 +167,5 @@ class LeaseKeeper:
                 logger.warning("lease of job %s (fence %d) is lost", held.lease.job, held.lease.fence)
                 if self.on_lost is not None:
                     self.on_lost(held.lease)
+        if late > self.LATE and self.on_late is not None:
+            self.on_late(leases[0].lease, late)

@@ -54,6 +54,7 @@ class Reconciler:
         longest_lookup: seconds that the slowest of this process's lookups may take.
         deliver_now: publishes the jobs that moved on.
         on_moved: told of who moved which jobs.
+        count: adds to a counter by name and label; losing it is safe.
     """
 
     BATCH = 8
@@ -69,6 +70,7 @@ class Reconciler:
         longest_lookup: Callable[[], float],
         deliver_now: Callable[..., int],
         on_moved: Callable[..., None],
+        count: Callable[[str, str], None],
     ) -> None:
         self.store = store
         self.interval = interval
@@ -76,6 +78,7 @@ class Reconciler:
         self.longest_lookup = longest_lookup
         self.deliver_now = deliver_now
         self.on_moved = on_moved
+        self.count = count
 
     def run(self, by: str, keys: list[str] | None = None) -> Reconciled:
         """Reconcile everything that is due, or some operations.
@@ -131,10 +134,12 @@ class Reconciler:
 
     def _conclude(self, row: Row, verdict: Verdict | None, by: str, done: Reconciled) -> None:
         try:
-            done.add(self._apply(row, verdict, by))
+            result = self._apply(row, verdict, by)
         except Exception:
             logger.exception("recording the verdict on operation %s failed; it is asked again", row.key)
-            done.add("error")
+            result = "error"
+        done.add(result)
+        self.count("reconcile_results", result)
 
     @staticmethod
     def _wait_any(running: list[_Lookup]) -> None:

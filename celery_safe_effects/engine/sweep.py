@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 BACKOFF, MAX_BACKOFF = 1.0, 60.0
 """Seconds before a job whose worker died runs again; doubles with each attempt."""
+FOLD_BATCH = 10_000
+"""Counted events that are joined in one statement."""
 IN_FLIGHT = 60.0
 """Seconds for which a request without a deadline may still be under way after its sender is gone."""
 
@@ -111,6 +113,7 @@ class Sweeper:
         self.store.rows("PROMOTE", limit=self.BATCH)
         swept.published = self.publish()
         swept.republished = self.republisher.run()
+        self.fold_counters()
         self.store.row("MAINTENANCE_END", name="sweep")
         return swept
 
@@ -146,6 +149,11 @@ class Sweeper:
             if sent < self.BATCH:
                 break
         return published
+
+    def fold_counters(self) -> None:
+        """Join what was counted since the last sweep."""
+        while self.store.rows("FOLD", limit=FOLD_BATCH)[0].rows == FOLD_BATCH:
+            pass
 
     def observe_gone(self) -> int:
         """Record which senders of open questions are observably no more, where this process can tell."""

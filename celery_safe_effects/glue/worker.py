@@ -15,6 +15,7 @@ from ..errors import ConfigurationError, SafeEffectsError, StoreUnavailable
 from ..states import EXPRESS
 from . import compat
 from .held import Report
+from .presence import Presence
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -33,7 +34,7 @@ def make_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
 
         def __init__(self, worker: Any, **kwargs: Any) -> None:
             super().__init__(worker, **kwargs)
-            self.threads: list[StandIn | Reporting] = []
+            self.threads: list[StandIn | Reporting | Presence] = []
 
         def start(self, worker: Any) -> None:
             safe.timer = worker.timer
@@ -41,6 +42,7 @@ def make_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
                 StandIn(safe, worker.hostname, "sweep"),
                 StandIn(safe, worker.hostname, "reconcile"),
                 Reporting(safe, worker.hostname),
+                Presence(safe, worker),
             ]
             for thread in self.threads:
                 thread.start()

@@ -812,6 +812,8 @@ WITH due AS (
                 ELSE o.key = ANY (%(keys)s) END
        AND o.effect <> ALL (%(busy)s::text[])
      ORDER BY o.next_reconcile_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
+), counted AS (
+    INSERT INTO {s}.tally (name, value) SELECT 'reconcile_attempts', count(*) FROM due HAVING count(*) > 0
 )
 UPDATE {s}.operation o
    SET reconcile_attempts = o.reconcile_attempts + 1,
@@ -966,9 +968,49 @@ MAINTENANCE_END: Final = """
 UPDATE {s}.maintenance SET last_finished_at = clock_timestamp() WHERE name = %(name)s RETURNING {async} AS a
 """
 
+# Whoever counts adds a row, and waits for nobody.
 COUNT: Final = """
-INSERT INTO {s}.counter AS c (name, label, value) VALUES (%(name)s, %(label)s, %(by)s)
-ON CONFLICT (name, label) DO UPDATE SET value = c.value + excluded.value RETURNING {async} AS a
+INSERT INTO {s}.tally (name, label, value) VALUES (%(name)s, %(label)s, %(by)s) RETURNING {async} AS a
+"""
+# A crash loses both halves of this or none.
+FOLD: Final = """
+WITH taken AS (
+    DELETE FROM {s}.tally WHERE id IN (
+        SELECT t.id FROM {s}.tally t ORDER BY t.id LIMIT %(limit)s FOR UPDATE SKIP LOCKED)
+    RETURNING name, label, value
+), kept AS (
+    INSERT INTO {s}.folded AS f (name, label, value)
+    SELECT name, label, sum(value) FROM taken GROUP BY name, label ORDER BY name, label
+    ON CONFLICT (name, label) DO UPDATE SET value = f.value + excluded.value
+    RETURNING f.name
+)
+SELECT count(*) AS rows, {async} AS a FROM taken
+"""
+
+# A worker's main process is alive. Those that nobody has seen for long are forgotten.
+WORKER_SEEN: Final = """
+WITH forgotten AS (
+    DELETE FROM {s}.worker w WHERE w.seen_at < clock_timestamp() - interval '1 day' AND w.node <> %(node)s
+)
+INSERT INTO {s}.worker AS w (node, pid, version, pool, concurrency, connections, queues)
+VALUES (%(node)s, %(pid)s, %(version)s, %(pool)s, %(concurrency)s, %(connections)s, %(queues)s)
+ON CONFLICT (node) DO UPDATE
+   SET pid = excluded.pid, version = excluded.version, pool = excluded.pool, concurrency = excluded.concurrency,
+       connections = excluded.connections, queues = excluded.queues, seen_at = clock_timestamp(), stopped_at = NULL,
+       started_at = CASE WHEN w.pid = excluded.pid AND w.stopped_at IS NULL THEN w.started_at ELSE clock_timestamp() END
+RETURNING w.node, {async} AS a
+"""
+WORKER_STOPPED: Final = """
+UPDATE {s}.worker SET stopped_at = clock_timestamp() WHERE node = %(node)s AND pid = %(pid)s
+RETURNING node, {async} AS a
+"""
+# A process of that worker came back to its leases late: the longest such pause of a day.
+WORKER_PAUSED: Final = """
+UPDATE {s}.worker w
+   SET longest_pause = CASE WHEN w.paused_at > clock_timestamp() - interval '1 day'
+                            THEN greatest(w.longest_pause, %(seconds)s::float8) ELSE %(seconds)s::float8 END,
+       paused_at = clock_timestamp()
+ WHERE w.node = {s}.node_of(%(owner)s) RETURNING w.node, {async} AS a
 """
 
 LEARN_TASKS: Final = """
@@ -1040,4 +1082,98 @@ SELECT clock_timestamp() AS at, (SELECT max(version) FROM {s}.schema_version) AS
   FROM (SELECT) one
   LEFT JOIN {s}.maintenance sweep ON sweep.name = 'sweep'
   LEFT JOIN {s}.maintenance reconcile ON reconcile.name = 'reconcile'
+"""
+
+# -- metrics: each reads a bounded number of rows by an index, whatever the tables hold ------------------------------
+
+# The queues, and of each the oldest jobs that could have started. now(): a volatile time is no bound for an index.
+METRICS_QUEUES: Final = """
+WITH RECURSIVE queue (name, n) AS (
+    (SELECT j.queue, 1 FROM {s}.job j WHERE j.status = 'queued' AND j.queue IS NOT NULL ORDER BY j.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT j.queue FROM {s}.job j WHERE j.status = 'queued' AND j.queue > q.name ORDER BY j.queue LIMIT 1),
+           q.n + 1
+      FROM queue q WHERE q.name IS NOT NULL AND q.n < %(queues)s
+),
+oldest AS (
+    SELECT q.name AS queue, o.* FROM queue q LEFT JOIN LATERAL (
+        SELECT j.tenant, greatest(j.created_at, j.run_after) AS ready_at,
+               j.started_at IS NULL AND j.waiting_for IS NULL AS never_started
+          FROM {s}.job j
+         WHERE j.status = 'queued' AND j.queue = q.name AND greatest(j.created_at, j.run_after) <= now()
+         ORDER BY greatest(j.created_at, j.run_after) LIMIT %(sample)s) o ON true
+    WHERE q.name IS NOT NULL
+    UNION ALL
+    (SELECT '', j.tenant, greatest(j.created_at, j.run_after),
+            j.started_at IS NULL AND j.waiting_for IS NULL
+       FROM {s}.job j
+      WHERE j.status = 'queued' AND j.queue IS NULL AND greatest(j.created_at, j.run_after) <= now()
+      ORDER BY greatest(j.created_at, j.run_after) LIMIT %(sample)s)
+)
+SELECT o.queue, o.tenant, extract(epoch FROM now() - min(o.ready_at))::float8 AS age,
+       extract(epoch FROM now() - min(o.ready_at) FILTER (WHERE o.never_started))::float8 AS never_started_age,
+       count(*) FILTER (WHERE o.never_started AND o.ready_at < now() - %(patience)s::float8 * interval '1 second')
+           AS never_started
+  FROM oldest o GROUP BY o.queue, o.tenant
+"""
+METRICS_DEPTHS: Final = """
+SELECT q.name, (SELECT count(*) FROM (
+           SELECT FROM {s}.job j WHERE j.status = 'queued' AND j.queue = q.name LIMIT %(most)s) c) AS jobs
+  FROM unnest(%(queues)s::text[]) AS q (name)
+"""
+# Queued and running jobs of some tenants and pools, counted up to a bound.
+METRICS_USE: Final = """
+SELECT 'tenant' AS kind, t.name,
+       (SELECT count(*) FROM (SELECT FROM {s}.job j
+          WHERE j.status = 'queued' AND j.tenant = t.name LIMIT %(most)s) c) AS queued,
+       (SELECT count(*) FROM (SELECT FROM {s}.job j
+          WHERE j.status IN ('leased', 'running') AND j.tenant = t.name LIMIT %(most)s) c) AS running
+  FROM unnest(%(tenants)s::text[]) AS t (name)
+UNION ALL
+SELECT 'pool', p.name, 0, (SELECT count(*) FROM (SELECT FROM {s}.job j
+          WHERE j.status IN ('leased', 'running') AND j.pool = p.name LIMIT %(most)s) c)
+  FROM unnest(%(pools)s::text[]) AS p (name)
+"""
+METRICS_LIVE: Final = """
+SELECT l.tenant, l.status, count(*) AS jobs, extract(epoch FROM now() - min(l.leased_at))::float8 AS age,
+       count(*) FILTER (WHERE l.lease_until < now()) AS overdue
+  FROM (SELECT j.tenant, j.status, j.leased_at, j.lease_until FROM {s}.job j
+         WHERE j.status IN ('leased', 'running') LIMIT %(most)s) l
+ GROUP BY l.tenant, l.status
+"""
+METRICS_UNKNOWN: Final = """
+SELECT u.effect, count(*) AS operations, extract(epoch FROM now() - min(u.intent_at))::float8 AS age
+  FROM (SELECT o.effect, o.intent_at FROM {s}.operation o
+         WHERE o.status = 'unknown' ORDER BY o.intent_at LIMIT %(most)s) u
+ GROUP BY u.effect
+"""
+METRICS_PARKED: Final = """
+SELECT {s}.reason_class(p.reason, NULL) AS reason, count(*) AS jobs
+  FROM (SELECT j.reason FROM {s}.job j WHERE j.status = 'unknown' ORDER BY j.seq LIMIT %(most)s) p GROUP BY 1
+"""
+METRICS_WAITING: Final = """
+SELECT {s}.reason_class(w.reason, NULL) AS reason, count(*) AS jobs
+  FROM (SELECT j.reason FROM {s}.job j WHERE j.waiting_for IS NOT NULL LIMIT %(most)s) w GROUP BY 1
+"""
+METRICS_COUNTERS: Final = """
+SELECT c.name, c.label, sum(c.value)::bigint AS value
+  FROM ((SELECT name, label, value FROM {s}.folded ORDER BY name, label LIMIT %(most)s)
+        UNION ALL (SELECT name, label, value FROM {s}.tally ORDER BY id LIMIT %(most)s)) c
+ GROUP BY c.name, c.label
+"""
+METRICS_MAINTENANCE: Final = """
+SELECT name, extract(epoch FROM last_finished_at)::float8 AS finished, runs FROM {s}.maintenance ORDER BY name
+"""
+METRICS_WORKERS: Final = """
+SELECT node, pid, version, pool, concurrency, connections, queues, longest_pause, paused_at, seen_at, started_at,
+       extract(epoch FROM now() - seen_at)::float8 AS silent, stopped_at IS NOT NULL AS stopped
+  FROM {s}.worker ORDER BY node LIMIT %(most)s
+"""
+METRICS_REST: Final = """
+SELECT (SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM {s}.job_seq_seq) AS accepted,
+       (SELECT count(*) FROM (SELECT FROM {s}.operation o WHERE o.double_at IS NOT NULL LIMIT %(most)s) d) AS doubled,
+       (SELECT extract(epoch FROM now() - o.next_reconcile_at)::float8 FROM {s}.operation o
+         WHERE o.status = 'unknown' ORDER BY o.next_reconcile_at LIMIT 1) AS reconcile_lag,
+       (SELECT extract(epoch FROM now() - j.next_publish_at)::float8 FROM {s}.job j
+         WHERE j.next_publish_at IS NOT NULL ORDER BY j.next_publish_at LIMIT 1) AS publish_lag
 """

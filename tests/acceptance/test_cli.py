@@ -761,3 +761,61 @@ def test_every_command_through_celery(
     assert [status(shop, job) for job in (parked, failed, queued[0], queued[1], other)] == ends
     refs = [shop.safe.operation(f"{job}:1").provider_ref for job in (parked, other)]
     assert refs == ["pay_1", "pay_found"]
+
+
+# -- metrics -------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_printed_once(cli: Shop) -> None:
+    cli.ran("shop.think", "a")
+    found = cli("metrics")
+    assert (found.code, found.err) == (0, "")
+    assert 'safe_effects_jobs_finished_total{status="succeeded"} 1.0' in found.out.splitlines()
+    (metric,) = [m for m in cli("metrics", "--json").json["metrics"] if m["name"] == "safe_effects_jobs_finished_total"]
+    assert metric["kind"] == "counter"
+    assert {"labels": {"status": "succeeded"}, "value": 1} in metric["samples"]
+
+
+def test_rules_and_dashboard_are_printed_without_a_database(make_cli: Callable[..., Shop]) -> None:
+    cli = make_cli(safe_effects_database_url="postgresql+psycopg://127.0.0.1:1/nowhere")
+    assert cli("metrics", "--rules").out.startswith("# Alerting rules")
+    assert json.loads(cli("metrics", "--dashboard").out)["panels"]
+    assert cli("metrics", "--rules", "--dashboard").code == 2
+    assert cli("metrics", "--host", "::1").code == 2
+    found = cli("metrics", "--json")
+    assert (found.code, found.json["error"]["code"]) == (1, "store_unavailable")
+
+
+def test_metrics_without_prometheus_client(cli: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("prometheus_client")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "celery_safe_effects.contrib.prometheus", raising=False)
+    monkeypatch.delattr("celery_safe_effects.contrib.prometheus", raising=False)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    found = cli("metrics")
+    assert found.code == 1
+    assert "celery-safe-effects[metrics]" in found.err
+    assert cli("metrics", "--json").code == 0
+
+
+def test_metrics_are_served_until_the_process_is_ended(place: dict[str, Any], cli: Shop, tmp_path: Path) -> None:
+    import signal
+    import urllib.request
+
+    (tmp_path / "served.py").write_text(
+        "from celery import Celery\nfrom celery_safe_effects import SafeEffects\n"
+        f"app = Celery('served', broker='memory://')\napp.conf.update({place!r})\nSafeEffects(app)\n"
+    )
+    command = [sys.executable, "-m", "celery", "-A", "served:app", "safe-effects", "metrics", "--port", "0", "--json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path) as process:
+        try:
+            assert process.stdout is not None
+            url = json.loads(process.stdout.readline())["url"]
+            assert url.startswith("http://127.0.0.1:")
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                assert b"safe_effects_jobs_finished_total" in answer.read()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()

@@ -26,6 +26,8 @@ CREATE TABLE {schema}.job (
     lease_token         uuid,
     lease_owner         text,
     lease_until         timestamptz,
+    leased_at           timestamptz,
+    lease_ttl           interval,
     open_ops            integer NOT NULL DEFAULT 0 CHECK (open_ops >= 0),
     unknown_ops         integer NOT NULL DEFAULT 0 CHECK (unknown_ops >= 0),
     asking_ops          integer NOT NULL DEFAULT 0 CHECK (asking_ops >= 0),
@@ -77,6 +79,8 @@ CREATE INDEX job_live ON {schema}.job (tenant, seq) WHERE status IN ('leased', '
 CREATE INDEX job_live_pool ON {schema}.job (pool) WHERE status IN ('leased', 'running') AND pool IS NOT NULL;
 CREATE INDEX job_queued ON {schema}.job (tenant, queue, seq) WHERE status = 'queued';
 CREATE INDEX job_express ON {schema}.job (queue) WHERE express AND status = 'queued';
+-- Since when the jobs of a queue could have started: its oldest, and its length, without a look at anything else.
+CREATE INDEX job_ready ON {schema}.job (queue, (greatest(created_at, run_after))) WHERE status = 'queued';
 CREATE INDEX job_due ON {schema}.job (next_publish_at) WHERE next_publish_at IS NOT NULL;
 -- Jobs whose message is out, in the order in which a queue hands it over.
 CREATE INDEX job_waits ON {schema}.job (coalesce(queue, ''), priority, published_at)
@@ -137,6 +141,8 @@ CREATE TABLE {schema}.operation (
 
 CREATE INDEX operation_job ON {schema}.operation (job_id, ordinal);
 CREATE INDEX operation_due ON {schema}.operation (next_reconcile_at) WHERE status = 'unknown';
+CREATE INDEX operation_unknown ON {schema}.operation (intent_at) WHERE status = 'unknown';
+CREATE INDEX operation_double ON {schema}.operation (double_at) WHERE double_at IS NOT NULL;
 
 CREATE TABLE {schema}.transition (
     id            bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -203,12 +209,40 @@ CREATE TABLE {schema}.held (
     stuck  text[] NOT NULL
 );
 
-CREATE TABLE {schema}.counter (
+-- What is counted is only ever added, as a row of its own: no two that count wait for each other, and what was rolled
+-- back was not counted. The sweep folds these rows into one a label.
+CREATE TABLE {schema}.tally (
+    id    bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name  text NOT NULL,
+    label text NOT NULL DEFAULT '',
+    value bigint NOT NULL DEFAULT 1
+);
+CREATE TABLE {schema}.folded (
     name  text NOT NULL,
     label text NOT NULL DEFAULT '',
     value bigint NOT NULL DEFAULT 0,
     PRIMARY KEY (name, label)
 );
+CREATE VIEW {schema}.counter AS
+SELECT name, label, sum(value)::bigint AS value
+  FROM (SELECT name, label, value FROM {schema}.folded UNION ALL SELECT name, label, value FROM {schema}.tally) c
+ GROUP BY name, label;
+
+-- What the main process of each worker says of itself, and when it was last seen to be alive.
+CREATE TABLE {schema}.worker (
+    node          text PRIMARY KEY,
+    pid           integer NOT NULL,
+    version       text NOT NULL,
+    pool          text NOT NULL,
+    concurrency   integer NOT NULL,
+    connections   integer NOT NULL,
+    queues        text[] NOT NULL,
+    started_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    seen_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    stopped_at    timestamptz,
+    longest_pause double precision NOT NULL DEFAULT 0,
+    paused_at     timestamptz
+) WITH (fillfactor = 50);
 
 CREATE TABLE {schema}.limits (
     scope      text PRIMARY KEY,
@@ -432,6 +466,42 @@ BEGIN
     RETURN claimed;
 END $$;
 
+-- The node of a lease's owner, which is written <node>/<process id>/<start time>.
+CREATE FUNCTION {schema}.node_of(owner text) RETURNS text LANGUAGE sql IMMUTABLE AS $$
+    SELECT regexp_replace(owner, '/[^/]*/[^/]*$', '')
+$$;
+
+-- One of a few words for the reason of a move, whatever else it tells.
+CREATE FUNCTION {schema}.reason_class(reason text, who text) RETURNS text LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE
+        WHEN split_part(reason, ':', 1) IN (
+            'lease_expired', 'worker_lost', 'time_limit', 'worker_cancelled', 'terminated', 'stopped', 'retry',
+            'not_happened', 'replaced', 'resend', 'policy', 'resolved', 'waiting_for', 'tenant_running_limit',
+            'pool_running_limit', 'outcome_unknown', 'replay_mismatch', 'row_missing', 'expired', 'max_age')
+        THEN split_part(reason, ':', 1)
+        WHEN who LIKE 'operator:%' THEN 'operator'
+        ELSE 'other' END
+$$;
+
+-- A lease that ran out while its worker was seen to be alive half a lease after the last renewal, when the next one was
+-- long due, did not end with its worker.
+CREATE FUNCTION {schema}.count_move(was {schema}.job, moved {schema}.job, who text) RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO {schema}.tally (name, label) VALUES (
+        CASE moved.status WHEN 'unknown' THEN 'jobs_parked'
+                          WHEN 'queued' THEN CASE WHEN moved.waiting_for IS NULL THEN 'retries' ELSE 'deferrals' END
+                          ELSE 'jobs_finished' END,
+        CASE WHEN moved.status IN ('unknown', 'queued') THEN {schema}.reason_class(moved.reason, who)
+             ELSE moved.status END);
+    IF was.status IN ('leased', 'running') AND was.lease_until < clock_timestamp() THEN
+        INSERT INTO {schema}.tally (name, label)
+        SELECT 'lease_expirations', CASE WHEN who = was.lease_owner OR EXISTS (
+            SELECT FROM {schema}.worker w
+             WHERE w.node = {schema}.node_of(was.lease_owner) AND w.seen_at > was.lease_until - was.lease_ttl / 2)
+            THEN 'active' ELSE 'gone' END;
+    END IF;
+END $$;
+
 CREATE FUNCTION {schema}.job_before_update() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
     who text := coalesce(NEW.actor, session_user);
@@ -512,6 +582,8 @@ BEGIN
         IF NEW.status = 'queued' THEN
             RETURN NEW;
         END IF;
+        NEW.leased_at := clock_timestamp();
+        NEW.lease_ttl := NEW.lease_until - NEW.leased_at;
         INSERT INTO {schema}.transition (job_id, from_status, to_status, fence, actor, reason)
         VALUES (NEW.id, 'queued', 'leased', NEW.fence, who, NULL);
         IF NEW.status = 'running' THEN
@@ -539,6 +611,9 @@ BEGIN
     END IF;
     INSERT INTO {schema}.transition (job_id, from_status, to_status, fence, actor, reason)
     VALUES (NEW.id, OLD.status, NEW.status, NEW.fence, who, NEW.reason);
+    IF NEW.status <> 'running' THEN
+        PERFORM {schema}.count_move(OLD, NEW, who);
+    END IF;
     RETURN NEW;
 END $$;
 
@@ -584,6 +659,9 @@ BEGIN
     END IF;
     INSERT INTO {schema}.transition (job_id, from_status, to_status, fence, actor, reason)
     VALUES (NEW.id, NULL, NEW.status, NEW.fence, coalesce(NEW.created_by, session_user), NEW.reason);
+    IF NEW.status = 'unknown' THEN
+        INSERT INTO {schema}.tally (name, label) VALUES ('jobs_parked', NEW.reason);
+    END IF;
     RETURN NULL;
 END $$;
 
@@ -722,6 +800,16 @@ CREATE TRIGGER operation_after_insert AFTER INSERT ON {schema}.operation FOR EAC
 CREATE TRIGGER operation_after_update AFTER UPDATE ON {schema}.operation FOR EACH ROW
     WHEN (OLD.status IS DISTINCT FROM NEW.status)
     EXECUTE FUNCTION {schema}.operation_after();
+
+CREATE FUNCTION {schema}.operation_doubled() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO {schema}.tally (name) VALUES ('double_effects');
+    RETURN NULL;
+END $$;
+
+CREATE TRIGGER operation_doubled AFTER UPDATE ON {schema}.operation FOR EACH ROW
+    WHEN (OLD.double_at IS NULL AND NEW.double_at IS NOT NULL)
+    EXECUTE FUNCTION {schema}.operation_doubled();
 
 -- The counters are the triggers' own: a hand that wrote them could end a job with an open question.
 CREATE FUNCTION {schema}.job_counters_are_derived() RETURNS trigger LANGUAGE plpgsql AS $$

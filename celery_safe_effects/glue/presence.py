@@ -1,0 +1,73 @@
+"""A worker says that it is there: what tells a lease that ran out with its worker from one that ran out under it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from ..errors import SafeEffectsError
+
+if TYPE_CHECKING:
+    from ..app import SafeEffects
+
+logger = logging.getLogger(__name__)
+
+OF_ITS_OWN = 3
+"""Connections of a prefork worker's main process: sweep, reconciliation, and this."""
+
+
+class Presence(threading.Thread):
+    """Writes the worker's row as often as leases are renewed.
+
+    Arguments:
+        safe: the composition root.
+        worker: Celery's worker controller.
+    """
+
+    def __init__(self, safe: SafeEffects, worker: Any) -> None:
+        super().__init__(name="safe-effects-presence", daemon=True)
+        self.safe = safe
+        self.worker = worker
+        self._over = threading.Event()
+
+    def stop(self) -> None:
+        """End the thread, and say that the worker went by itself."""
+        self._over.set()
+        self._write("WORKER_STOPPED", node=self.worker.hostname, pid=os.getpid())
+
+    def run(self) -> None:
+        said = self.facts()
+        pause = 0.0
+        while not self._over.wait(pause):
+            self._write("WORKER_SEEN", **said)
+            pause = self.safe.config.heartbeat_interval
+
+    def facts(self) -> dict[str, Any]:
+        """The worker's row."""
+        pool = str(getattr(self.worker.pool_cls, "__module__", self.worker.pool_cls)).rpartition(".")[2]
+        concurrency = int(self.worker.concurrency or 1)
+        config = self.safe.config
+        processes = concurrency if pool == "prefork" else 0
+        return {
+            "node": self.worker.hostname,
+            "pid": os.getpid(),
+            "version": importlib.metadata.version("celery-safe-effects"),
+            "pool": pool,
+            "concurrency": concurrency,
+            "connections": processes * config.max_connections + min(OF_ITS_OWN, config.max_connections),
+            "queues": sorted(self.worker.app.amqp.queues.consume_from),
+        }
+
+    def _write(self, statement: str, **params: Any) -> None:
+        try:
+            self.safe.store.rows(statement, **params)
+        except (SafeEffectsError, psycopg.Error) as exc:
+            logger.debug("%s could not be written: %s", statement, exc)
+
+
+__all__ = ["Presence"]
