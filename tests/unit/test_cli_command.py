@@ -61,7 +61,9 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_command_takes_json_and_says_what_it_does() -> None:
-    wanted = "upgrade status jobs show log operations resolve retry cancel limits republish sweep reconcile prune metrics"
+    wanted = (
+        "upgrade status jobs show log operations resolve retry cancel limits republish sweep reconcile prune metrics"
+    )
     assert set(safe_effects.commands) == set(wanted.split())
     for found in safe_effects.commands.values():
         assert found.help
