@@ -54,6 +54,6 @@ def test_leases_that_run_out_under_a_worker_and_with_one(app: Celery, workers: W
     other.terminate()
 
     def stopped() -> Any:
-        return sql("SELECT FROM worker WHERE node LIKE 'b@%%' AND stopped_at IS NOT NULL")
+        return sql("SELECT node FROM worker WHERE node = 'b@test' AND stopped_at IS NOT NULL")
 
     eventually(stopped, 20, message="a worker that stops says so")
