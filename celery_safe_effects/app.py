@@ -182,6 +182,7 @@ class SafeEffects:
             self.store,
             self.config,
             deliver=self.publisher.deliver,
+            deliver_posted=self.publisher.deliver_posted,
             ask=self.publisher.ask,
             count=self.count,
             on_parked=self._on_parked,

@@ -17,6 +17,7 @@ pytest_plugins = [
     "tests.support.lab",
     "tests.support.site",
     "tests.support.pytest_celery_local",
+    "tests.support.shop",
 ]
 
 

@@ -45,6 +45,7 @@ class Sweeper:
     Arguments:
         store, config: the database and the settings.
         deliver: publishes rows and returns how many went out.
+        deliver_posted: publishes what is kept for plain tasks, and returns how much went out.
         ask, count: for the :class:`~celery_safe_effects.engine.republish.Republisher`.
         on_parked: told of each job that the sweep parked.
         on_moved: told of who moved which jobs.
@@ -60,6 +61,7 @@ class Sweeper:
         config: Config,
         *,
         deliver: Callable[[list[Row]], int],
+        deliver_posted: Callable[[], int],
         ask: Ask,
         count: Callable[[str, str, int], None],
         on_parked: Callable[[Row], None],
@@ -70,6 +72,7 @@ class Sweeper:
         self.store = store
         self.config = config
         self.deliver = deliver
+        self.deliver_posted = deliver_posted
         self.republisher = Republisher(store, config, ask=ask, deliver=deliver, count=count)
         self.on_parked = on_parked
         self.on_moved = on_moved
@@ -111,7 +114,7 @@ class Sweeper:
         self.store.rows("REAP_RESERVATIONS", limit=self.BATCH)
         swept.woken = sum(row.woken for row in self.store.rows("WAKE_FREE", limits=self.limits))
         self.store.rows("PROMOTE", limit=self.BATCH)
-        swept.published = self.publish()
+        swept.published = self.publish() + self.deliver_posted()
         swept.republished = self.republisher.run()
         self.fold_counters()
         self.store.row("MAINTENANCE_END", name="sweep")

@@ -182,7 +182,7 @@ class Acceptance:
             "pool": ours.get("pool") or getattr(task, "pool", None),
             "queue": queue_of(self.app, envelope.options),
             "priority": priority_of(envelope.options),
-            "key": key_of(ours.get("idempotency_key"), envelope.headers),
+            "key": key_of(ours.get("idempotency_key")),
             "digest": envelope.digest(data),
             "parent": parent.id if parent is not None else envelope.headers.get("parent_id"),
             "retries": int(envelope.headers.get("retries") or 0),
@@ -202,18 +202,18 @@ class Acceptance:
 
     def tenant(self, ours: Mapping[str, Any], name: str) -> str:
         """Given, else inherited from the job that sends it, else the task's, else the default."""
+        task = self.app.tasks.get(name)
+        return str(self.inherited(ours) or getattr(task, "tenant", None) or DEFAULT_TENANT)
+
+    def inherited(self, ours: Mapping[str, Any]) -> str | None:
+        """The tenant that a call gives or that the job at work has; ``None`` if nothing says it."""
         if ours.get("tenant"):
             return str(ours["tenant"])
         job = current.job()
         if job is not None:
             return job.tenant
-        sender = current_task
-        if sender:
-            mark = Mark.of(getattr(sender.request, MARK, None))
-            if mark is not None:
-                return mark.tenant
-        task = self.app.tasks.get(name)
-        return str(getattr(task, "tenant", None) or DEFAULT_TENANT)
+        mark = Mark.of(getattr(current_task.request, MARK, None)) if current_task else None
+        return mark.tenant if mark is not None else None
 
     # -- each for itself -----------------------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class Acceptance:
         candidates: Sequence[Candidate],
         door: Door | None = None,
         *,
-        also: Callable[[Run], object] | None = None,
+        also: Callable[[Run, list[Verdict]], object] | None = None,
     ) -> list[Verdict]:
         """Make rows durable together; where one is refused, there is none.
 
@@ -316,24 +316,25 @@ class Acceptance:
         for attempt in range(ACCEPT_TRIES):
             try:
                 with self._unit(door) as run:
-                    found = _in_order(candidates, lambda now: self._statement(run, door, now, LOCK_TIMEOUT, sent))  # noqa: B023
+                    ask = functools.partial(self._statement, run, door, wait=LOCK_TIMEOUT, sent=sent)
+                    found = _in_order(candidates, ask)
                     for candidate, verdict in zip(candidates, found, strict=True):
                         self._must_stand(candidate, verdict)
                     if also is not None:
-                        also(run)
+                        also(run, found)
                 return self.tell(candidates, found, door)
             except (psycopg.errors.LockNotAvailable, psycopg.DataError) as exc:
                 raise _blame(exc) from exc
             except StoreUnavailable as exc:
                 if door.enlisted is not None or not sent:
                     raise
-                raise acceptance_unknown(candidates[0].id, exc) from exc
+                raise _whole_unknown(candidates, exc) from exc
             except psycopg.OperationalError as exc:
                 if door.enlisted is not None:
                     raise
                 sent = True
                 if attempt == ACCEPT_TRIES - 1 or isinstance(exc, psycopg.errors.QueryCanceled):
-                    raise acceptance_unknown(candidates[0].id, exc) from exc
+                    raise _whole_unknown(candidates, exc) from exc
         raise AssertionError("unreachable")
 
     # -- the statement -------------------------------------------------------------------------------------------------
@@ -503,6 +504,14 @@ def acceptance_unknown(job_id: str, exc: BaseException) -> AcceptanceUnknown:
     )
 
 
+def _whole_unknown(candidates: Sequence[Candidate], exc: BaseException) -> AcceptanceUnknown:
+    return AcceptanceUnknown(
+        f"the database did not confirm the canvas ({str(exc).strip()}); all of it was accepted, or nothing: "
+        "apply it again under the same idempotency key of the canvas, and an accepted one is found",
+        job_id=candidates[0].id if candidates else "",
+    )
+
+
 def _blame(exc: psycopg.Error) -> SafeEffectsError:
     """What an error of the accepting statement says of its candidate, or of one of its candidates."""
     if isinstance(exc, psycopg.errors.LockNotAvailable):
@@ -515,16 +524,14 @@ def _blame(exc: psycopg.Error) -> SafeEffectsError:
     return PayloadInvalid(f"the database cannot store the job: {str(exc).strip()}; nothing was enqueued")
 
 
-def key_of(key: Any, headers: Mapping[str, Any]) -> str | None:
-    """A checked idempotency key; one given to a group names the canvas, and its members get ``<key>:<index>``.
+def key_of(key: Any) -> str | None:
+    """A checked idempotency key.
 
     Raises:
         PayloadInvalid: it is none.
     """
     if key is None:
         return None
-    if isinstance(key, str) and key and headers.get("group") and headers.get("group_index") is not None:
-        key = f"{key}:{headers['group_index']}"
     if not canonical.is_text(key):
         raise PayloadInvalid(f"idempotency_key must be a non-empty string, not {key!r}; nothing was enqueued")
     return str(key)

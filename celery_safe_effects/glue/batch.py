@@ -6,14 +6,16 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import NamedTuple
+from uuid import NAMESPACE_OID, uuid5
 
+from ..store.enlist import Enlisted
 from .acceptance import Candidate
-from .envelope import Envelope
+from .envelope import Envelope, routing_options
 from .wire import Message
 
 
 class Gathered(NamedTuple):
-    """A message that waits for its batch."""
+    """A SafeTask's message that waits for its batch."""
 
     hint: Message
     envelope: Envelope
@@ -21,14 +23,30 @@ class Gathered(NamedTuple):
 
 
 class Batch:
-    """Safe messages that are sent in one context go here, instead of into the database and to the broker."""
+    """What is sent in one context goes here, instead of into the database and to the broker.
 
-    def __init__(self) -> None:
+    Arguments:
+        plain: whether messages of plain tasks wait, too; else they go out at once.
+        enlisted: a caller's transaction, with which all of it commits or vanishes.
+        tenant: whose messages they are, where they do not say it themselves.
+        name: what the ids of a canvas follow from, or ``None``.
+    """
+
+    def __init__(
+        self,
+        *,
+        plain: bool = True,
+        enlisted: Enlisted | None = None,
+        tenant: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.takes_plain = plain
+        self.enlisted = enlisted
+        self.tenant = tenant
+        self.name = name
         self.gathered: list[Gathered] = []
-
-    def add(self, hint: Message, envelope: Envelope, candidate: Candidate) -> None:
-        """Keep a message."""
-        self.gathered.append(Gathered(hint, envelope, candidate))
+        self.plain: list[Message] = []
+        self._ids = 0
 
     @contextlib.contextmanager
     def gather(self) -> Iterator[None]:
@@ -39,6 +57,11 @@ class Batch:
         finally:
             _current.reset(token)
 
+    def next_id(self) -> str:
+        """The next id of a named canvas: the same each time that it is called."""
+        self._ids += 1
+        return str(uuid5(NAMESPACE_OID, f"{self.name}:{self._ids}"))
+
 
 _current: ContextVar[Batch | None] = ContextVar("safe_effects_batch", default=None)
 
@@ -46,3 +69,10 @@ _current: ContextVar[Batch | None] = ContextVar("safe_effects_batch", default=No
 def gathering() -> Batch | None:
     """The batch that gathers what is sent here."""
     return _current.get()
+
+
+def stored(message: Message) -> Envelope:
+    """A plain task's message as it is kept until it is out."""
+    headers, properties, body, _ = message.parts
+    options = dict(message.options)
+    return Envelope({**headers, **(options.pop("headers", None) or {})}, properties, body, routing_options(options))

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
-from uuid import NAMESPACE_OID, uuid5
 
 from kombu import serialization
 
@@ -73,7 +72,7 @@ class Envelope:
 
     @classmethod
     def of_request(cls, request: Mapping[str, Any], args: Any, kwargs: Any) -> Envelope:
-        """The envelope of a message that a worker received; its continuations have ids that follow from its own.
+        """The envelope of a message that a worker received.
 
         Arguments:
             request: the request as Celery's mapping, with the message's headers, properties and delivery info.
@@ -87,8 +86,7 @@ class Envelope:
             "reply_to": request.get("reply_to") or "",
         }
         headers = {name: request.get(name) for name in HEADERS}
-        body = with_stable_ids(str(request["id"]), (list(args), dict(kwargs), embed))
-        return cls(headers, properties, body, options)
+        return cls(headers, properties, (list(args), dict(kwargs), embed), options)
 
     @property
     def id(self) -> str:
@@ -168,38 +166,3 @@ def routing_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _DROPPED and value is not None:
             kept[name] = getattr(value, "name", value) if name in ("queue", "exchange") else value
     return kept
-
-
-def with_stable_ids(job_id: str, body: Any) -> Any:
-    """Give every continuation that has no id yet one that follows from the job's: however often it is sent, it is one.
-
-    Arguments:
-        job_id: the job whose continuations they are.
-        body: ``(args, kwargs, embed)``; not changed.
-    """
-    args, kwargs, embed = body
-    found = {name: embed.get(name) for name in ("callbacks", "errbacks", "chain") if (embed or {}).get(name)}
-    if not found:
-        return body
-    embed = dict(embed)
-    for name, signatures in found.items():
-        embed[name] = [_identified(s, f"{job_id}:{name}:{i}") for i, s in enumerate(signatures)]
-    return args, kwargs, embed
-
-
-def _identified(signature: Any, path: str) -> Any:
-    if not isinstance(signature, dict):
-        return signature
-    found = dict(signature)
-    found["options"] = options = dict(found.get("options") or {})
-    if not options.get("task_id"):
-        options["task_id"] = str(uuid5(NAMESPACE_OID, path))
-    found["kwargs"] = kwargs = dict(found.get("kwargs") or {})
-    if found.get("subtask_type"):
-        for name in ("tasks", "header", "body"):
-            inner = kwargs.get(name)
-            if isinstance(inner, dict):
-                kwargs[name] = _identified(inner, f"{path}:{name}")
-            elif isinstance(inner, (list, tuple)):
-                kwargs[name] = [_identified(member, f"{path}:{name}:{i}") for i, member in enumerate(inner)]
-    return found

@@ -111,8 +111,8 @@ class Execution:
                 # Of a version that says more than this one knows. The sweep gives the job again, in this one's words.
                 self._stale("mark_of_another_version")
             # Its producer gave the continuations no ids that would stay the same if they were sent twice.
-            embed = self._envelope().body[2]
-            for name in ("callbacks", "errbacks", "chain"):
+            embed = self.safe.publisher.definite(self._envelope(), self.task._options_of_apply()).body[2]
+            for name in ("callbacks", "errbacks", "chain", "chord"):
                 setattr(self.request, name, embed.get(name))
         else:
             comparable = digest is not None and not self.mark.digest.startswith(OPAQUE)

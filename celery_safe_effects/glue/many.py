@@ -93,7 +93,7 @@ class Many:
     # -- making messages -----------------------------------------------------------------------------------------------
 
     def _make(self, calls: list[Any]) -> list[_Item]:
-        batch = Batch()
+        batch = Batch(plain=False)
         with batch.gather(), self.app.producer_or_acquire(None) as producer, _unsubscribed(self.app.backend):
             return [self._item(batch, call, producer) for call in calls]
 

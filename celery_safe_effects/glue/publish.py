@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from celery import current_task, states
 from celery.result import EagerResult
-from kombu.exceptions import ChannelError
+from kombu.exceptions import ChannelError, EncodeError
 
 from .. import canonical
 from ..engine import current
@@ -24,6 +26,7 @@ from ..errors import (
     AdmissionRejected,
     ConfigurationError,
     IdempotencyConflict,
+    PayloadInvalid,
     ReplayMismatch,
     SafeEffectsError,
     SchemaMismatch,
@@ -31,9 +34,11 @@ from ..errors import (
 )
 from ..states import UNKNOWN_STATE
 from ..store.enlist import enlist
-from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Door, Verdict, key_of, time_of
-from .batch import Gathered, gathering
-from .envelope import MARK, Envelope, Mark, arguments_digest, routing_options, with_stable_ids
+from . import canvas
+from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Door, Run, Verdict, key_of, time_of
+from .batch import Batch, Gathered, gathering, stored
+from .continuations import Continuations
+from .envelope import MARK, Envelope, Mark, arguments_digest, routing_options
 from .task import OURS, SafeTask
 from .wire import BATCH, BROKER_ERRORS, Message, Wire
 
@@ -76,7 +81,7 @@ class Publisher:
 
     def install(self) -> None:
         """Wrap ``app.send_task`` and ``app.amqp.send_task_message``, whichever of them exist already."""
-        _derive_canvas_ids()
+        canvas.install()
         app = self.app
         send_task = app.send_task
 
@@ -148,14 +153,6 @@ class Publisher:
             self._known[name] = (known, clock() + KNOWN_FOR)
         return known
 
-    def _refuse_plain(self, name: str) -> None:
-        """A row promises a claim, which a plain task never makes."""
-        if self.app.tasks.get(name) is not None and not self.is_safe(name):
-            raise ConfigurationError(
-                f"task {name!r} is no SafeTask: idempotency_key= and transaction= mean nothing to it; give it "
-                "base=SafeTask, or leave them out; nothing was enqueued"
-            )
-
     def send_task_message(
         self, send: Callable[..., Any], producer: Any, name: str, message: Any, options: dict[str, Any]
     ) -> Any:
@@ -164,18 +161,20 @@ class Publisher:
         transaction = options.pop("transaction", None)
         if not isinstance(message[2], tuple):
             return send(producer, name, message, **options)
-        job = current.job()
-        own = job is not None and job.id == message[0]["id"]
-        if not own and (ours.get("idempotency_key") or transaction is not None):
-            self._refuse_plain(name)
-        if not (own or ours.get("idempotency_key") or transaction is not None or self.is_safe(name)):
-            return send(producer, name, message, **options)
         headers, properties, body, sent_event = message
+        job, batch = current.job(), gathering()
+        if batch is not None and batch.tenant is not None:
+            ours.setdefault("tenant", batch.tenant)
+        own = job is not None and job.id == headers["id"]
+        if not own and not self._takes(name, ours):
+            body = self._definite(name, headers["id"], body, self.acceptance.inherited(ours))
+            hint = Message(name, (headers, properties, body, sent_event), options)
+            return self._plain(send, producer, hint, transaction)
         extra = options.pop("headers", None)
         if extra:
             headers.update(extra)
         options.pop("expiration", None)  # the database judges expiry; a hint has no time to live
-        body = with_stable_ids(headers["id"], body)
+        body = self._definite(name, headers["id"], body, self.acceptance.tenant(ours, name))
         envelope = Envelope(
             {key: value for key, value in headers.items() if key != MARK}, properties, body, routing_options(options)
         )
@@ -184,9 +183,10 @@ class Publisher:
             job.outgoing = envelope
             return None
         hint = Message(name, (headers, properties, body, sent_event), options)
-        batch = gathering()
         if batch is not None:
-            batch.add(hint, envelope, self.acceptance.candidate(envelope, ours, parent=job))
+            if transaction is not None:
+                raise _transaction_of_a_part(name)
+            batch.gathered.append(Gathered(hint, envelope, self.acceptance.candidate(envelope, ours, parent=job)))
             return None
         enlisted = enlist(transaction) if transaction is not None else None
         verdict, mark = self.accept(envelope, ours, Door(enlisted=enlisted, admitted=continues(job)), parent=job)
@@ -203,6 +203,146 @@ class Publisher:
                 logger.warning("job %s is accepted, but its message could not be published: %r", envelope.id, exc)
                 self.soon(envelope.id)
         return None
+
+    def _takes(self, name: str, ours: Mapping[str, Any]) -> bool:
+        """Whether a message gets a row: a SafeTask's, and one with a key of a task that nobody here knows.
+
+        Raises:
+            ConfigurationError: for the key of a plain task.
+        """
+        if self.is_safe(name):
+            return True
+        if not ours.get("idempotency_key"):
+            return False
+        if name in self.app.tasks:
+            # A row promises a claim, which a plain task never makes.
+            raise ConfigurationError(
+                f"task {name!r} is no SafeTask: idempotency_key= means nothing to it; give it base=SafeTask, or leave "
+                "the key out; nothing was enqueued"
+            )
+        return True
+
+    def _plain(self, send: Callable[..., Any], producer: Any, hint: Message, transaction: Any) -> Any:
+        """The message of a plain task: out at once, or together with what it belongs to."""
+        batch = gathering()
+        if batch is not None and batch.takes_plain:
+            if transaction is not None:
+                raise _transaction_of_a_part(hint.name)
+            batch.plain.append(hint)
+            return None
+        if transaction is not None:
+            with self.whole(transaction=transaction) as batch:
+                batch.plain.append(hint)
+            return None
+        return send(producer, hint.name, hint.parts, **hint.options)
+
+    def _definite(self, name: str, message_id: str, body: Any, tenant: str | None) -> Any:
+        return Continuations(message_id, tenant, self.is_safe).of(name, body)
+
+    def definite(self, envelope: Envelope, ours: Mapping[str, Any]) -> Envelope:
+        """A message of a producer without the library, its continuations as they would have been with it."""
+        tenant = self.acceptance.tenant(ours, envelope.task)
+        return replace(envelope, body=self._definite(envelope.task, envelope.id, envelope.body, tenant))
+
+    # -- all or nothing ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole(self, *, transaction: Any = None, tenant: str | None = None, name: str | None = None) -> Iterator[Batch]:
+        """What is sent within is accepted whole or not at all, and published after that.
+
+        Arguments:
+            transaction: a caller's transaction, with which it commits or vanishes.
+            tenant: whose it is, where a message does not say it itself.
+            name: what the ids of a canvas follow from.
+
+        Raises (at the end):
+            What accepting raises; nothing is accepted then, and nothing published.
+        """
+        batch = Batch(enlisted=enlist(transaction) if transaction is not None else None, tenant=tenant, name=name)
+        with batch.gather():
+            yield batch
+        self._accept_whole(batch)
+
+    def _accept_whole(self, batch: Batch) -> None:
+        if not batch.gathered and batch.enlisted is None:
+            for message in batch.plain:
+                self.wire.send_one(message)
+            return
+        door = Door(enlisted=batch.enlisted, admitted=continues(current.job()))
+        posted: list[str] = []
+
+        def post(run: Run, verdicts: list[Verdict]) -> None:
+            # Where all of it stands already, the plain ones were kept with it, and are out.
+            if batch.plain and (not verdicts or any(verdict.status == "accepted" for verdict in verdicts)):
+                posted[:] = self._post(run, batch.plain, door)
+
+        try:
+            verdicts = self.acceptance.accept_whole([one.candidate for one in batch.gathered], door, also=post)
+        except IdempotencyConflict as exc:
+            sent_as = exc.job_id if any(exc.job_id == one.envelope.id for one in batch.gathered) else None
+            raise in_a_body(exc, sent_as) from exc
+        self.publish_accepted(batch.gathered, verdicts, door)
+        if not posted:
+            return
+        if door.enlisted is not None:
+            door.enlisted.after_commit(self.deliver_posted)
+            return
+        unsent = self.wire.send_all(batch.plain)
+        self._out([job_id for place, job_id in enumerate(posted) if place not in set(unsent)])
+
+    def _post(self, run: Run, messages: Sequence[Message], door: Door) -> list[str]:
+        """Keep messages of plain tasks until they are out."""
+        kept = [stored(message) for message in messages]
+        serializer = self.app.conf.task_serializer
+        try:
+            data = [envelope.encode(envelope.options.get("serializer") or serializer) for envelope in kept]
+        except (EncodeError, TypeError, ValueError) as exc:
+            raise PayloadInvalid(f"a message of a plain task cannot be encoded: {exc}; nothing was enqueued") from exc
+        ids = [envelope.id for envelope in kept]
+        run(
+            "POST",
+            ids=ids,
+            tasks=[envelope.task for envelope in kept],
+            envelopes=data,
+            due=0.0 if door.enlisted is not None else self.safe.config.republish_after,
+        )
+        return ids
+
+    def _out(self, ids: list[str]) -> None:
+        """Messages of plain tasks that are out need not be kept; losing this sends them once more."""
+        if ids:
+            try:
+                self.safe.store.rows("POSTED", ids=ids)
+            except (StoreUnavailable, psycopg.Error):
+                logger.warning("%d messages of plain tasks will go out once more", len(ids), exc_info=True)
+
+    def deliver_posted(self) -> int:
+        """Publish messages of plain tasks that are kept and due.
+
+        Returns:
+            how many went out.
+        """
+        sent = 0
+        while True:
+            try:
+                rows = self.safe.store.rows("POST_DUE", limit=BATCH, again=self.safe.config.republish_after)
+            except (StoreUnavailable, psycopg.Error):
+                logger.warning("publishing messages of plain tasks is left to the sweeper", exc_info=True)
+                return sent
+            if not rows:
+                return sent
+            readable = []
+            for row in rows:
+                try:
+                    readable.append(Message.of(Envelope.decode(row.envelope, self.app.conf.accept_content)))
+                except Exception:
+                    logger.exception("the message of plain task %s[%s] cannot be read", row.task, row.id)
+            unsent = set(self.wire.send_all(readable))
+            out = [message.parts[0]["id"] for place, message in enumerate(readable) if place not in unsent]
+            self._out(out)
+            sent += len(out)
+            if unsent or len(rows) < BATCH:
+                return sent
 
     def _marked(self, hint: Message, envelope: Envelope, mark: Mark) -> Message:
         """The message of an accepted job."""
@@ -279,6 +419,7 @@ class Publisher:
             StoreUnavailable, AcceptanceUnknown: after ``patience`` seconds.
         """
         give_up = clock() + patience
+        envelope = self.definite(envelope, ours or {})
         while True:
             try:
                 # It is in the broker already: a size limit would only lose it.
@@ -306,7 +447,7 @@ class Publisher:
         Raises:
             IdempotencyConflict: the key belongs to another call.
         """
-        key = key_of(ours.get("idempotency_key"), {})
+        key = key_of(ours.get("idempotency_key"))
         if key is None:
             return None
         holder = self.acceptance.holder(self.acceptance.tenant(ours, task.name), key)
@@ -401,23 +542,8 @@ def _messages(channel: Any, queue: str) -> int | None:
         return None
 
 
-def _derive_canvas_ids() -> None:
-    """Groups, chains and chords that a job's body makes get ids that follow from the job, as its single messages do.
-
-    Celery's canvas takes every id from one function of its module and offers no other place to give them.
-    """
-    from celery import canvas
-
-    original = canvas.uuid
-    if getattr(original, "_safe_effects", False):
-        return
-
-    def uuid(*args: Any, **kwargs: Any) -> str:
-        job = current.job()
-        return job.child_id() if job is not None else original(*args, **kwargs)
-
-    uuid._safe_effects = True  # type: ignore[attr-defined]
-    canvas.uuid = uuid
+def _transaction_of_a_part(name: str) -> ConfigurationError:
+    return ConfigurationError(f"transaction= is given to the whole, not to {name!r} in it; nothing was enqueued")
 
 
 def in_a_body(exc: IdempotencyConflict, sent_as: str | None) -> SafeEffectsError:

@@ -920,6 +920,28 @@ UPDATE {s}.job j
 RETURNING j.id, j.status
 """
 
+# Messages of plain tasks that belong to what is accepted here: kept until they are out, so that a crash between commit
+# and publish loses none. At least once: what is out and not struck off goes out again, under its own id.
+POST: Final = """
+INSERT INTO {s}.outbox (id, task, envelope, next_publish_at)
+SELECT m.id, m.task, m.envelope, clock_timestamp() + %(due)s::float8 * interval '1 second'
+  FROM unnest(%(ids)s::text[], %(tasks)s::text[], %(envelopes)s::bytea[]) AS m (id, task, envelope)
+ON CONFLICT DO NOTHING RETURNING id
+"""
+POSTED: Final = "DELETE FROM {s}.outbox WHERE id = ANY (%(ids)s) RETURNING id, {async} AS a"
+POST_DUE: Final = """
+WITH due AS (
+    SELECT o.id FROM {s}.outbox o WHERE o.next_publish_at <= clock_timestamp()
+     ORDER BY o.next_publish_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED
+)
+UPDATE {s}.outbox o
+   SET publishes = o.publishes + 1,
+       next_publish_at = clock_timestamp()
+           + interval '1 second' * LEAST(3600, %(again)s::float8 * 2 ^ LEAST(o.publishes, 16))
+  FROM due WHERE o.id = due.id
+RETURNING o.id, o.task, o.envelope, {async} AS a
+"""
+
 # Finished jobs past their retention, never one whose operation's key a provider still retains. What remains is a
 # tombstone, so that neither its id nor its key begins anew. The log may go once its job is gone: one transaction.
 PRUNE: Final = """

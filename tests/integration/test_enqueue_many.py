@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 from uuid import uuid4
 
 import psycopg
 import pytest
-from celery import Celery, group
-from sqlalchemy import create_engine, pool, text
+from celery import group
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from celery_safe_effects import (
@@ -21,79 +21,13 @@ from celery_safe_effects import (
     Enqueued,
     IdempotencyConflict,
     Limits,
-    SafeEffects,
     SafeTask,
     signals,
 )
 from celery_safe_effects.errors import ConfigurationError, StoreUnavailable
 from celery_safe_effects.glue.many import LARGEST_PART, PART, _reprs
 from tests.support.services import Sql
-
-
-class Shop:
-    """A producer; its broker is in memory, so that what was published can be counted."""
-
-    def __init__(self, database_url: str, **conf: Any) -> None:
-        self.app = Celery("many", broker="memory://", set_as_current=False)
-        self.queue = f"many-{uuid4()}"  # all memory transports are one
-        self.app.conf.update(
-            safe_effects_database_url=database_url,
-            safe_effects_max_payload=100_000,
-            task_default_queue=self.queue,
-            **conf,
-        )
-        self.safe = SafeEffects(self.app)
-
-        @self.app.task(base=SafeTask, shared=False, name="many.bill", effects=[])
-        def bill(order: Any, cents: int = 0) -> None:
-            """Does nothing."""
-
-        @self.app.task(base=SafeTask, shared=False, name="many.mail", effects=[], tenant="mailers")
-        def mail(order: Any) -> None:
-            """Does nothing."""
-
-        @self.app.task(shared=False, name="many.plain")
-        def plain(order: Any) -> None:
-            """Is no SafeTask."""
-
-        self.bill, self.mail, self.plain = bill, mail, plain
-        self.statements: list[str] = []
-        run = self.safe.store._execute
-
-        def counted(conn: Any, statement: str, params: Any) -> Any:
-            self.statements.append(statement)
-            return run(conn, statement, params)
-
-        self.safe.store._execute = counted  # type: ignore[method-assign]
-
-    def published(self) -> list[str]:
-        """The ids of the messages in the queue, in their order; they are gone then."""
-        found = []
-        with self.app.connection_for_write() as connection, connection.SimpleQueue(self.queue) as queue:
-            while queue.qsize():
-                message = queue.get()
-                found.append(message.headers["id"])
-                message.ack()
-        return found
-
-
-@pytest.fixture
-def shops(database_url: str) -> Iterator[Callable[..., Shop]]:
-    made: list[Shop] = []
-
-    def make(**conf: Any) -> Shop:
-        made.append(Shop(database_url, **conf))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.safe.close()
-        one.app.close()
-
-
-@pytest.fixture
-def shop(shops: Callable[..., Shop]) -> Shop:
-    return shops()
+from tests.support.shop import Shop
 
 
 def statuses(found: list[Enqueued]) -> list[str]:
@@ -112,7 +46,7 @@ def test_signatures_and_tuples_with_their_options(shop: Shop, sql: Sql) -> None:
             shop.bill.s("b").set(countdown=3600, queue="other"),
             shop.bill.s("c").set(eta=eta, task_id=task_id),
             (shop.mail, ("d",)),
-            ("many.bill", ["e"], {"cents": 5}, {"tenant": "acme", "expires": 60}),
+            ("shop.bill", ["e"], {"cents": 5}, {"tenant": "acme", "expires": 60}),
             dict(shop.bill.s("f")),
         ]
     )
@@ -120,12 +54,12 @@ def test_signatures_and_tuples_with_their_options(shop: Shop, sql: Sql) -> None:
     assert all(one.error is None and one.reason is None for one in found)
     rows = {row["id"]: row for row in sql("SELECT * FROM jobs")}
     a, b, c, d, e, f = (rows[str(one.job_id)] for one in found)
-    assert (a["tenant"], a["idempotency_key"], a["task"], a["queue"]) == ("acme", "order-a", "many.bill", shop.queue)
+    assert (a["tenant"], a["idempotency_key"], a["task"], a["queue"]) == ("acme", "order-a", "shop.bill", shop.queue)
     assert sql("SELECT max_attempts FROM job WHERE id = %s", a["id"]) == [{"max_attempts": 2}]
     assert b["queue"] == "other"
     assert b["eta"] > datetime.now(timezone.utc) + timedelta(minutes=50)
     assert (c["eta"], c["id"]) == (eta, task_id)
-    assert (d["tenant"], d["task"]) == ("mailers", "many.mail")
+    assert (d["tenant"], d["task"]) == ("mailers", "shop.mail")
     assert (e["tenant"], e["expires_at"] is not None) == ("acme", True)
     assert f["tenant"] == "default"
     assert shop.published() == [a["id"], d["id"], e["id"], f["id"]], "in order; the later ones wait in the database"
@@ -221,14 +155,14 @@ def bad_calls(shop: Shop) -> list[tuple[Any, str, str]]:
     """Each with what is wrong with it, and the reason's text."""
     return [
         (None, "payload_invalid", "no call"),
-        ("many.bill", "payload_invalid", "no call"),
+        ("shop.bill", "payload_invalid", "no call"),
         ({"args": (1,)}, "payload_invalid", "no call"),
         ((), "payload_invalid", "no call"),
         ((7, (1,)), "payload_invalid", "neither a task"),
         ((shop.bill, "abc"), "payload_invalid", "two mappings"),
         ((shop.bill, (1,), [1]), "payload_invalid", "two mappings"),
         (shop.plain.s(1), "payload_invalid", "no SafeTask"),
-        (("many.nobody", (1,)), "payload_invalid", "not registered here"),
+        (("shop.nobody", (1,)), "payload_invalid", "not registered here"),
         (group(shop.bill.s(1), shop.bill.s(2)), "payload_invalid", "no single call"),
         (shop.bill.s(1) | shop.bill.s(2), "payload_invalid", "no single call"),
         (shop.bill.s(1).set(transaction=object()), "payload_invalid", "transaction="),
@@ -278,7 +212,7 @@ def test_a_limit_refuses_what_is_beyond_it_and_counts_no_existing_one(shops: Cal
     error = found[3].error
     assert isinstance(error, AdmissionRejected)
     assert (error.reason, error.limit, error.current, error.retry_after) == ("tenant_queue_limit", 3, 3, 1.0)
-    assert told == ["many.bill: tenant_queue_limit"] * 2
+    assert told == ["shop.bill: tenant_queue_limit"] * 2
     assert sql("SELECT value FROM counter WHERE name = 'admission_refusals'") == [{"value": 2}]
     assert statuses(shop.safe.enqueue_many([shop.bill.s("more")])) == ["refused"]
 
@@ -307,14 +241,6 @@ def test_batches_of_several_tenants_under_limits_do_not_deadlock_and_are_exact(
 
 
 # -- the database ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def engine(database_url: str, sql: Sql) -> Iterator[Any]:
-    sql("CREATE TABLE public.orders (id text PRIMARY KEY)")
-    made = create_engine(database_url, poolclass=pool.NullPool)
-    yield made
-    made.dispose()
 
 
 def test_together_with_the_callers_rows(shop: Shop, engine: Any, sql: Sql) -> None:
@@ -454,7 +380,7 @@ def test_an_unreachable_broker_leaves_accepted_work_to_the_sweep(shop: Shop, sql
 def test_in_a_job_that_runs_again_it_is_the_same_jobs(shop: Shop, sql: Sql) -> None:
     answers: list[list[Enqueued]] = []
 
-    @shop.app.task(base=SafeTask, bind=True, shared=False, name="many.parent", effects=[])
+    @shop.app.task(base=SafeTask, bind=True, shared=False, name="shop.parent", effects=[])
     def parent(self: Any) -> None:
         answers.append(shop.safe.enqueue_many(shop.bill.s(n) for n in range(3)))
         if self.job.attempt == 1:
@@ -468,7 +394,7 @@ def test_in_a_job_that_runs_again_it_is_the_same_jobs(shop: Shop, sql: Sql) -> N
         parent.apply(task_id=job)
     assert answers[0] == answers[1]
     assert statuses(answers[0]) == ["accepted"] * 3
-    rows = sql("SELECT id, tenant, parent_id FROM jobs WHERE task = 'many.bill'")
+    rows = sql("SELECT id, tenant, parent_id FROM jobs WHERE task = 'shop.bill'")
     assert {row["id"] for row in rows} == {one.job_id for one in answers[0]}
     assert {row["parent_id"] for row in rows} == {job}
 
@@ -496,7 +422,7 @@ def test_a_short_way_to_show_arguments_shows_the_same(shop: Shop) -> None:
     ):
         signature = shop.bill.signature(args, kwargs)
         short = _reprs(signature, shop.app.amqp.argsrepr_maxsize)
-        message = shop.app.amqp.as_task_v2("id", "many.bill", args, kwargs)
+        message = shop.app.amqp.as_task_v2("id", "shop.bill", args, kwargs)
         if short:
             assert short["argsrepr"] == message.headers["argsrepr"]
             assert short["kwargsrepr"] == message.headers["kwargsrepr"]

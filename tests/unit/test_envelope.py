@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from celery import Celery, chain, chord, group
 
-from celery_safe_effects.glue.envelope import MARK, Envelope, Mark, arguments_digest, is_marked, with_stable_ids
+from celery_safe_effects.glue.envelope import MARK, Envelope, Mark, arguments_digest, is_marked
 
 HEADERS = {
     "id": "j",
@@ -55,43 +54,6 @@ def test_the_digest_is_of_task_and_arguments() -> None:
     assert arguments_digest("t", (1,), {"a": 1, "b": 2}) == arguments_digest("t", [1], {"b": 2, "a": 1})
     assert arguments_digest("t", (1,), {}) != arguments_digest("u", (1,), {})
     assert arguments_digest("t", (object(),), {}) is None
-
-
-@pytest.fixture
-def add() -> Any:
-    app = Celery("unit", broker="memory://", set_as_current=False)
-
-    @app.task(name="unit.add", shared=False)
-    def add(x: int, y: int) -> int:
-        return x + y
-
-    return add
-
-
-def ids(signature: Any) -> list[str]:
-    found = [signature["options"]["task_id"]]
-    for name in ("tasks", "header", "body") if signature.get("subtask_type") else ():
-        inner = signature["kwargs"].get(name) or []
-        for member in [inner] if isinstance(inner, dict) else inner:
-            found += ids(member)
-    return found
-
-
-def test_continuations_get_ids_that_follow_from_the_job(add: Any) -> None:
-    links = [add.s(1), group(add.s(1), add.s(2)), chain(add.s(1), add.s(2)), chord([add.s(1), add.s(2)], add.s(3))]
-    first = with_stable_ids("job", ((), {}, {"callbacks": links}))[2]["callbacks"]
-    second = with_stable_ids("job", ((), {}, {"callbacks": links}))[2]["callbacks"]
-    other = with_stable_ids("other", ((), {}, {"callbacks": links}))[2]["callbacks"]
-    assert [ids(s) for s in first] == [ids(s) for s in second]
-    flat = [i for s in first for i in ids(s)]
-    assert len(set(flat)) == len(flat) == 1 + 3 + 3 + 4 + isinstance(links[3].kwargs["header"], dict)
-    assert not set(flat) & {i for s in other for i in ids(s)}
-    assert "task_id" not in links[0].options, "the user's signature is left alone"
-
-
-def test_an_id_that_is_there_stays(add: Any) -> None:
-    link = add.s(1).set(task_id="mine")
-    assert with_stable_ids("job", ((), {}, {"callbacks": [link]}))[2]["callbacks"][0]["options"]["task_id"] == "mine"
 
 
 def test_only_a_job_with_something_to_tell_needs_settling() -> None:

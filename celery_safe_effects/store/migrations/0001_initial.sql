@@ -260,6 +260,17 @@ CREATE TABLE {schema}.reservation (
 );
 CREATE INDEX reservation_tenant ON {schema}.reservation (tenant, lapses_at);
 
+-- Messages of plain tasks that go out with what was accepted in the same transaction.
+CREATE TABLE {schema}.outbox (
+    id              text PRIMARY KEY,
+    task            text NOT NULL,
+    envelope        bytea NOT NULL,
+    next_publish_at timestamptz NOT NULL,
+    publishes       integer NOT NULL DEFAULT 0,
+    created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX outbox_due ON {schema}.outbox (next_publish_at);
+
 CREATE TABLE {schema}.known_task (
     name       text PRIMARY KEY,
     updated_at timestamptz NOT NULL DEFAULT clock_timestamp()

@@ -1,0 +1,93 @@
+"""A producer whose broker is in memory: what it accepts is in the database, and what it published can be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from sqlalchemy import create_engine, pool
+
+from celery_safe_effects import SafeEffects, SafeTask
+from tests.support.services import Sql
+
+
+class Shop:
+    """A producer; its broker is in memory, so that what was published can be counted."""
+
+    def __init__(self, database_url: str, **conf: Any) -> None:
+        self.app = Celery("shop", broker="memory://", set_as_current=False)
+        self.queue = f"shop-{uuid4()}"  # all memory transports are one
+        self.app.conf.update(
+            safe_effects_database_url=database_url,
+            safe_effects_max_payload=100_000,
+            task_default_queue=self.queue,
+            **conf,
+        )
+        self.safe = SafeEffects(self.app)
+
+        @self.app.task(base=SafeTask, shared=False, name="shop.bill", effects=[])
+        def bill(order: Any, cents: int = 0) -> None:
+            """Does nothing."""
+
+        @self.app.task(base=SafeTask, shared=False, name="shop.mail", effects=[], tenant="mailers")
+        def mail(order: Any) -> None:
+            """Does nothing."""
+
+        @self.app.task(shared=False, name="shop.plain")
+        def plain(order: Any) -> None:
+            """Is no SafeTask."""
+
+        self.bill, self.mail, self.plain = bill, mail, plain
+        self.statements: list[str] = []
+        run = self.safe.store._execute
+
+        def counted(conn: Any, statement: str, params: Any) -> Any:
+            self.statements.append(statement)
+            return run(conn, statement, params)
+
+        self.safe.store._execute = counted  # type: ignore[method-assign]
+
+    def published(self) -> list[str]:
+        """The ids of the messages in the queue, in their order; they are gone then."""
+        return [headers["id"] for headers, _ in self.messages()]
+
+    def messages(self) -> list[tuple[dict[str, Any], Any]]:
+        """The messages in the queue, in their order, as headers and body; they are gone then."""
+        found = []
+        with self.app.connection_for_write() as connection, connection.SimpleQueue(self.queue) as queue:
+            while queue.qsize():
+                message = queue.get()
+                found.append((dict(message.headers), message.payload))
+                message.ack()
+        return found
+
+
+@pytest.fixture
+def shops(database_url: str) -> Iterator[Callable[..., Shop]]:
+    made: list[Shop] = []
+
+    def make(**conf: Any) -> Shop:
+        made.append(Shop(database_url, **conf))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.safe.close()
+        one.app.close()
+
+
+@pytest.fixture
+def shop(shops: Callable[..., Shop]) -> Shop:
+    return shops()
+
+
+@pytest.fixture
+def engine(database_url: str, sql: Sql) -> Iterator[Any]:
+    """The shop's own tables are in the same database."""
+    sql("CREATE TABLE public.orders (id text PRIMARY KEY)")
+    made = create_engine(database_url, poolclass=pool.NullPool)
+    yield made
+    made.dispose()
