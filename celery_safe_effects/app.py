@@ -21,7 +21,7 @@ from .engine.prune import Pruned, Pruner
 from .engine.reconcile import Reconciled, Reconciler
 from .engine.sweep import Sweeper, Swept
 from .errors import ConfigurationError, NotAllowed, NotFound, SafeEffectsError
-from .glue import gate, periodic, worker
+from .glue import gate, periodic, threads, worker
 from .glue.announce import Announcer
 from .glue.many import Many
 from .glue.publish import Publisher
@@ -202,6 +202,7 @@ class SafeEffects:
             deliver_now=self.publisher.deliver_now,
             on_moved=self.announce,
             count=self.count,
+            leave=threads.leave,
         )
 
     @property

@@ -55,6 +55,7 @@ class Reconciler:
         deliver_now: publishes the jobs that moved on.
         on_moved: told of who moved which jobs.
         count: adds to a counter by name and label; losing it is safe.
+        leave: called in the thread of each lookup at its end.
     """
 
     BATCH = 8
@@ -71,8 +72,10 @@ class Reconciler:
         deliver_now: Callable[..., int],
         on_moved: Callable[..., None],
         count: Callable[[str, str], None],
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         self.store = store
+        self.leave = leave
         self.interval = interval
         self.find_effect = find_effect
         self.longest_lookup = longest_lookup
@@ -115,7 +118,7 @@ class Reconciler:
                         self._conclude(row, None if effect else Unresolved(why), by, done)
                 more = keys is None and clock() < until and (len(rows) == self.BATCH or bool(running or waiting))
             while waiting and len(running) < self.PARALLEL:
-                running.append(_Lookup(*waiting.popleft()))
+                running.append(_Lookup(*waiting.popleft(), self.leave))
             if not running and not more:
                 break
             if running:
@@ -260,8 +263,9 @@ class _Lookup:
 
     finished = threading.Event()
 
-    def __init__(self, row: Row, effect: Effect[Any, Any]) -> None:
+    def __init__(self, row: Row, effect: Effect[Any, Any], leave: Callable[[], None]) -> None:
         self.row = row
+        self._leave = leave
         self.timeout = effect.options.lookup_timeout
         self.ends = clock() + self.timeout
         self._answer: Any = None
@@ -295,6 +299,7 @@ class _Lookup:
         finally:
             self._done.set()
             _Lookup.finished.set()
+            self._leave()
 
     def over(self) -> bool:
         return self._done.is_set() or clock() >= self.ends

@@ -42,14 +42,11 @@ def install(safe: SafeEffects, app: Celery) -> None:
         config = safe.config
         intervals = {SWEEP: config.sweep_interval, RECONCILE: config.reconcile_interval, PRUNE: PRUNE_INTERVAL}
         for name, interval in intervals.items():
-            # An entry that could not run in time is worthless: the next one does the same.
+            # An entry that could not run in time is worthless: the next one does the same. Said by the task, since not
+            # every scheduler keeps an entry's options.
+            sender.tasks[name].expires = max(2 * interval, 10.0)
             sender.conf.beat_schedule.setdefault(
-                name,
-                {
-                    "task": name,
-                    "schedule": interval,
-                    "options": {"queue": config.queue, "expires": max(2 * interval, 10.0)},
-                },
+                name, {"task": name, "schedule": interval, "options": {"queue": config.queue}}
             )
 
     safe.keep(add_entries)

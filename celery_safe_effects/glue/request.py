@@ -19,7 +19,7 @@ from celery.worker.request import Request
 from ..engine.sweep import BACKOFF, MAX_BACKOFF
 from ..errors import IdempotencyConflict
 from ..states import JobStatus
-from . import held
+from . import held, threads
 from .envelope import MARK, Envelope, is_marked
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ class SafeRequest(Request):
         self._done()
 
     def _done(self) -> None:
+        threads.leave()  # Celery's result backend may be Django's
         state.task_ready(self)
         self._persist()
         self.acknowledge()

@@ -346,6 +346,11 @@ class SafeTask(Task):
         """
         transaction = options.get("transaction")
         run_sync = getattr(transaction, "run_sync", None)
+        if isinstance(transaction, str) or hasattr(transaction, "ensure_connection"):
+            raise ConfigurationError(
+                "a transaction of Django's belongs to its thread: call apply_async(transaction=...) in the function "
+                "that sync_to_async() runs, beside the rows that it writes"
+            )
         if run_sync is None:
             return await asyncio.to_thread(self.apply_async, args, kwargs, **options)
 

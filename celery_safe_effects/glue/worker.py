@@ -13,7 +13,7 @@ from ..engine.lease import clock
 from ..engine.republish import stuck_after
 from ..errors import ConfigurationError, SafeEffectsError, StoreUnavailable
 from ..states import EXPRESS
-from . import compat
+from . import compat, threads
 from .held import Report
 from .presence import Presence
 
@@ -144,6 +144,8 @@ class StandIn(threading.Thread):
                 logger.warning("standing in for the %s: %s", self.turn, exc)
             except Exception:
                 logger.exception("standing in for the %s failed", self.turn)
+            finally:
+                threads.leave()
 
 
 class Reporting(threading.Thread):

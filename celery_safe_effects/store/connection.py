@@ -19,7 +19,7 @@ import psycopg
 from psycopg import pq
 from psycopg.types.numeric import Int8Dumper
 
-from ..address import conninfo_from_url
+from ..address import conninfo_from_url, is_of_django_tests
 from ..errors import StoreUnavailable
 
 CONNECT_TIMEOUT = 5
@@ -89,6 +89,7 @@ class Connections:
 
     def __init__(self, url: str, *, limit: int, statement_timeout: float, prepare: str) -> None:
         self.conninfo = conninfo_from_url(url)
+        self.keep = not is_of_django_tests(url)
         self.limit = limit
         self.statement_timeout = statement_timeout
         self.prepare = prepare
@@ -147,7 +148,9 @@ class Connections:
             try:
                 yield conn
             finally:
-                if not conn.closed and not conn.broken:
+                if not self.keep:
+                    conn.close()
+                elif not conn.closed and not conn.broken:
                     with self._lock:
                         self._idle.append(conn)
         finally:

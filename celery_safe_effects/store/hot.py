@@ -18,7 +18,7 @@ from psycopg.rows import namedtuple_row
 
 from ..address import quote_schema
 from ..config import Config
-from ..errors import SchemaMismatch, StoreUnavailable
+from ..errors import ConfigurationError, SchemaMismatch, StoreUnavailable
 from . import migrate, statements
 from .connection import Connections, DeadlineConnection
 from .enlist import Enlisted
@@ -87,6 +87,7 @@ class Store:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._here: set[tuple[str, int, str]] = set()
         self.connections = Connections(
             config.database_url,
             limit=config.max_connections,
@@ -134,10 +135,7 @@ class Store:
         try:
             yield
         except WRONG_SCHEMA as exc:
-            raise SchemaMismatch(
-                f"schema {self.config.schema!r} is missing or of another version ({str(exc).splitlines()[0]}): "
-                "run `celery -A yourproject safe-effects upgrade`"
-            ) from exc
+            raise self._wrong_schema(exc) from exc
         except psycopg.Error as exc:
             if not _not_now(exc):
                 raise
@@ -146,8 +144,38 @@ class Store:
             raise StoreUnavailable(f"PostgreSQL cannot take this now: {str(exc).strip()}") from exc
 
     def enlisted_rows(self, enlisted: Enlisted, statement: str, /, **params: Any) -> list[Row]:
-        """Run a statement inside a caller's own transaction, which stays usable whatever it raises."""
-        return enlisted.rows(self.sql[statement], params)
+        """Run a statement inside a caller's own transaction, which stays usable whatever it raises.
+
+        Raises:
+            ConfigurationError: when that is a transaction of another database.
+            SchemaMismatch, StoreUnavailable, psycopg.Error: as :meth:`rows`.
+        """
+        self._refuse_elsewhere(enlisted)
+        try:
+            return enlisted.rows(self.sql[statement], params)
+        except WRONG_SCHEMA as exc:
+            raise self._wrong_schema(exc) from exc
+
+    def _wrong_schema(self, exc: psycopg.Error) -> SchemaMismatch:
+        return SchemaMismatch(
+            f"schema {self.config.schema!r} is missing or of another version ({str(exc).splitlines()[0]}): "
+            "run `celery -A yourproject safe-effects upgrade`"
+        )
+
+    def _refuse_elsewhere(self, enlisted: Enlisted) -> None:
+        """A job accepted in another database would be seen by no worker."""
+        info = enlisted.connection.info
+        address = (info.host, info.port, info.dbname)
+        if address in self._here:
+            return
+        theirs, ours = enlisted.rows(self.sql["IDENTITY"], {})[0], self.rows("IDENTITY")[0]
+        if theirs != ours:
+            raise ConfigurationError(
+                f"transaction= runs on the database {theirs.name!r} (of {info.host}:{info.port}), and "
+                f"safe_effects_database_url names another one ({ours.name!r}): the jobs must be in the database of the "
+                "business rows; nothing was enqueued"
+            )
+        self._here.add(address)
 
     def row(self, statement: str, /, **params: Any) -> Row | None:
         """Run a statement once and return its first row."""

@@ -29,6 +29,12 @@ OPERATION_FACTS: Final = """
 
 SCHEMA_VERSION: Final = "SELECT max(version) AS version, max(oldest_code) AS oldest_code FROM {s}.schema_version"
 
+# Which database this is, whatever name or pooler leads to it.
+IDENTITY: Final = """
+SELECT current_database() AS name, (SELECT oid::text FROM pg_database WHERE datname = current_database()) AS id,
+       pg_postmaster_start_time()::text AS started
+"""
+
 # Traces of running workers: a live lease, or a sweep or reconciliation that no operator ran by hand.
 WORKERS_SEEN: Final = """
 SELECT w.who, extract(epoch FROM clock_timestamp() - w.at)::float8 AS ago_s

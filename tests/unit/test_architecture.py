@@ -27,7 +27,9 @@ def test_the_contracts_see_what_they_speak_of() -> None:
     graph = grimp.build_graph(
         PACKAGE, exclude_type_checking_imports=True, include_external_packages=True, cache_dir=None
     )
-    modules = {f"{PACKAGE}.{name}" for name in [*LOW, "app", "cli", "glue", "effects", "signals", "engine", "store"]}
+    modules = {
+        f"{PACKAGE}.{name}" for name in [*LOW, "app", "cli", "contrib", "glue", "effects", "signals", "engine", "store"]
+    }
     assert modules <= graph.modules
     assert graph.direct_import_exists(importer=f"{PACKAGE}.glue.task", imported="celery")
     assert graph.direct_import_exists(importer=f"{PACKAGE}.glue.task", imported=f"{PACKAGE}.glue.execution")

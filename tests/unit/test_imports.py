@@ -28,10 +28,20 @@ print(threading.active_count())
     assert run(code) == "1"
 
 
-def test_the_hot_path_does_not_import_sqlalchemy() -> None:
+def test_the_hot_path_imports_neither_sqlalchemy_nor_django() -> None:
     code = """
 import sys
 import celery_safe_effects, celery_safe_effects.glue.execution, celery_safe_effects.glue.request
-print("sqlalchemy" in sys.modules)
+print([name for name in ("sqlalchemy", "django.db") if name in sys.modules])
 """
-    assert run(code) == "False"
+    assert run(code) == "[]"
+
+
+def test_djangos_task_needs_no_settings_to_be_imported() -> None:
+    """A module of tasks may be imported before Django is set up."""
+    code = """
+import sys
+from celery_safe_effects.contrib.django import DjangoSafeTask
+print([name for name in sys.modules if name in ("django.conf", "django.db", "django.apps")])
+"""
+    assert run(code) == "[]"

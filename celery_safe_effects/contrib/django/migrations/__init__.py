@@ -1,0 +1,1 @@
+"""One migration for each of the library's own, in the same order."""
