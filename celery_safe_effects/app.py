@@ -184,6 +184,7 @@ class SafeEffects:
             deliver=self.publisher.deliver,
             deliver_posted=self.publisher.deliver_posted,
             ask=self.publisher.ask,
+            declare=self.publisher.wire.declare_again,
             count=self.count,
             on_parked=self._on_parked,
             on_moved=self.announce,

@@ -177,6 +177,19 @@ def _refuse_unknown(conf: Any) -> None:
             )
 
 
+def check_protocol(conf: Any) -> None:
+    """Refuse messages that cannot carry our mark.
+
+    Raises:
+        ConfigurationError: for an app that sends protocol 1.
+    """
+    if conf.get("task_protocol", 2) != 2:
+        raise ConfigurationError(
+            f"task_protocol must be 2, Celery's default, not {conf.get('task_protocol')!r}: those of protocol 1 have "
+            "no headers to say which row they belong to. Workers do understand such messages of other producers"
+        )
+
+
 def from_conf(conf: Any) -> Config:
     """Read and validate the settings of an app.
 
@@ -190,6 +203,7 @@ def from_conf(conf: Any) -> Config:
         ConfigurationError: naming the first key that is missing or wrong.
     """
     _refuse_unknown(conf)
+    check_protocol(conf)
     values: dict[str, Any] = {}
     for name, read in _READERS.items():
         key = PREFIX + name

@@ -40,6 +40,7 @@ class Republisher:
     Arguments:
         store, config: the database and the settings.
         ask: asks the broker.
+        declare: declares a queue of the broker that may be lost, too.
         deliver: publishes rows, returns how many went out.
         count: adds to a counter, by name, label and number.
     """
@@ -50,12 +51,14 @@ class Republisher:
         config: Config,
         *,
         ask: Ask,
+        declare: Callable[[str], None],
         deliver: Callable[[list[Row]], int],
         count: Callable[[str, str, int], None],
     ) -> None:
         self.store = store
         self.config = config
         self.ask = ask
+        self.declare = declare
         self.deliver = deliver
         self.count = count
 
@@ -101,6 +104,8 @@ class Republisher:
             waited=stuck_after(self.config),
             limit=BATCH,
         ):
+            if not published:
+                self.declare(turn.queue)
             sent = self.deliver(rows)
             for why, number in Counter(row.why for row in rows[:sent]).items():
                 self.count("republished", why, number)

@@ -46,7 +46,7 @@ class Sweeper:
         store, config: the database and the settings.
         deliver: publishes rows and returns how many went out.
         deliver_posted: publishes what is kept for plain tasks, and returns how much went out.
-        ask, count: for the :class:`~celery_safe_effects.engine.republish.Republisher`.
+        ask, declare, count: for the :class:`~celery_safe_effects.engine.republish.Republisher`.
         on_parked: told of each job that the sweep parked.
         on_moved: told of who moved which jobs.
         settle_tries: deliveries of an end that Celery was not told, before giving up.
@@ -63,6 +63,7 @@ class Sweeper:
         deliver: Callable[[list[Row]], int],
         deliver_posted: Callable[[], int],
         ask: Ask,
+        declare: Callable[[str], None],
         count: Callable[[str, str, int], None],
         on_parked: Callable[[Row], None],
         on_moved: Callable[..., None],
@@ -73,7 +74,7 @@ class Sweeper:
         self.config = config
         self.deliver = deliver
         self.deliver_posted = deliver_posted
-        self.republisher = Republisher(store, config, ask=ask, deliver=deliver, count=count)
+        self.republisher = Republisher(store, config, ask=ask, declare=declare, deliver=deliver, count=count)
         self.on_parked = on_parked
         self.on_moved = on_moved
         self.settle_tries = settle_tries

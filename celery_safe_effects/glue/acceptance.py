@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import psycopg
 from celery import current_task, states
 from celery.utils.time import maybe_iso8601, maybe_make_aware
-from kombu.common import Broadcast
 from kombu.exceptions import EncodeError
 
 from .. import canonical, signals
@@ -33,6 +32,7 @@ from ..states import TERMINAL
 from ..store.enlist import Enlisted
 from ..store.statements import ACCEPTED_COLUMNS
 from ..values import seconds
+from . import routing
 from .envelope import MARK, Envelope, Mark
 from .task import runs_needed
 
@@ -180,8 +180,8 @@ class Acceptance:
             "task": envelope.task,
             "tenant": self.tenant(ours, envelope.task),
             "pool": ours.get("pool") or getattr(task, "pool", None),
-            "queue": queue_of(self.app, envelope.options),
-            "priority": priority_of(envelope.options),
+            "queue": routing.lands_in(self.app, envelope.options),
+            "priority": routing.priority(envelope.options),
             "key": key_of(ours.get("idempotency_key")),
             "digest": envelope.digest(data),
             "parent": parent.id if parent is not None else envelope.headers.get("parent_id"),
@@ -196,7 +196,7 @@ class Acceptance:
             ),
             "envelope": data,
             "settle": envelope.needs_settling,
-            "fair": self.safe.config.fair and _is_plain(self.app, envelope.options),
+            "fair": self.safe.config.fair and routing.is_by_name(self.app, envelope.options),
         }
         return Candidate(envelope, params)
 
@@ -576,23 +576,3 @@ def time_of(app: Celery, value: Any) -> datetime | None:
         return maybe_make_aware(found, app.timezone if not app.conf.enable_utc else None)  # type: ignore[no-any-return]
     except (TypeError, ValueError, AttributeError) as exc:
         raise PayloadInvalid(f"{value!r} is not a time ({exc}); nothing was enqueued") from exc
-
-
-def _is_plain(app: Celery, options: Mapping[str, Any]) -> bool:
-    """Whether the message goes to a queue that workers consume by its name."""
-    name = options.get("queue") or (None if options.get("exchange") else app.conf.task_default_queue)
-    return bool(name) and not isinstance(dict.get(app.amqp.queues, str(name)), Broadcast)
-
-
-def queue_of(app: Celery, options: dict[str, Any]) -> str | None:
-    queue = options.get("queue")
-    if queue is None and not options.get("exchange"):
-        queue = app.conf.task_default_queue
-    return str(queue) if queue else str(options.get("routing_key") or "") or None
-
-
-def priority_of(options: Mapping[str, Any]) -> int:
-    try:
-        return max(0, min(255, int(options.get("priority") or 0)))
-    except (TypeError, ValueError):
-        return 0

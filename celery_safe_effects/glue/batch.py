@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import NAMESPACE_OID, uuid5
 
 from ..store.enlist import Enlisted
+from . import routing
 from .acceptance import Candidate
-from .envelope import Envelope, routing_options
+from .envelope import Envelope
 from .wire import Message
 
 
@@ -71,8 +72,8 @@ def gathering() -> Batch | None:
     return _current.get()
 
 
-def stored(message: Message) -> Envelope:
+def stored(app: Any, message: Message) -> Envelope:
     """A plain task's message as it is kept until it is out."""
     headers, properties, body, _ = message.parts
     options = dict(message.options)
-    return Envelope({**headers, **(options.pop("headers", None) or {})}, properties, body, routing_options(options))
+    return Envelope({**headers, **(options.pop("headers", None) or {})}, properties, body, routing.kept(app, options))

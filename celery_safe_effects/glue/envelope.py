@@ -13,6 +13,7 @@ from typing import Any, Final
 from kombu import serialization
 
 from .. import canonical
+from . import routing
 
 MARK: Final = "safe_effects"
 """The message header that says: this message has a row."""
@@ -26,10 +27,6 @@ HEADERS: Final = (
 
 OPAQUE: Final = "raw:"
 """Begins the digest of a call whose arguments are not JSON."""
-
-_DROPPED: Final = frozenset(
-    {"producer", "retry", "retry_policy", "event_dispatcher", "timeout", "confirm_timeout", "declare", "expiration"}
-)
 
 
 def is_marked(header: Any) -> bool:
@@ -80,7 +77,7 @@ class Envelope:
         """
         embed = {name: request.get(name) for name in ("callbacks", "errbacks", "chain", "chord")}
         delivery = request.get("delivery_info") or {}
-        options = {"queue": delivery.get("routing_key") or None, "priority": delivery.get("priority")}
+        options = routing.of_delivery(delivery)
         properties = {
             "correlation_id": request.get("correlation_id") or request["id"],
             "reply_to": request.get("reply_to") or "",
@@ -157,12 +154,3 @@ def arguments_digest(task: str, args: Any, kwargs: Any) -> str | None:
         return canonical.fingerprint([task, list(args or ()), dict(kwargs or {})])
     except (TypeError, ValueError):
         return None
-
-
-def routing_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The publishing options worth keeping: names instead of objects, nothing that belongs to one connection."""
-    kept: dict[str, Any] = {}
-    for name, value in options.items():
-        if name not in _DROPPED and value is not None:
-            kept[name] = getattr(value, "name", value) if name in ("queue", "exchange") else value
-    return kept

@@ -35,7 +35,8 @@ from ..states import TERMINAL, JobStatus
 from ..states import OperationStatus as Op
 from ..store.hot import RETRYABLE, STORE_ERRORS, Lease, Row
 from ..values import Operation, Outcome
-from .acceptance import priority_of, queue_of, time_of
+from . import routing
+from .acceptance import time_of
 from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest, is_marked
 from .wire import Message
 
@@ -630,8 +631,8 @@ class Execution:
             "digest": outgoing.digest(data),
             "retries": int(outgoing.headers.get("retries") or 0),
             "expires": time_of(self.task.app, outgoing.headers.get("expires")),
-            "queue": queue_of(self.task.app, outgoing.options),
-            "priority": priority_of(outgoing.options),
+            "queue": routing.lands_in(self.task.app, outgoing.options),
+            "priority": routing.priority(outgoing.options),
         }
 
     def _when(self, end: _Conclusion) -> dict[str, Any]:
@@ -677,7 +678,7 @@ class Execution:
             self._tell_cancelled(rows[0].reason or "cancelled", job.fence)
         self._settles(job.fence)
         if end.sends is not None:
-            self.safe.publisher.wire.send_one(Message.of(end.sends))
+            self.safe.publisher.wire.send_one(Message.of(self.task.app, end.sends))
         if status == JobStatus.FAILED and end.wish == "again":
             raise end.value
         if end.tell is not None:

@@ -8,15 +8,19 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from celery import current_task, states
 from celery.result import EagerResult
+from celery.utils.time import maybe_make_aware
 from kombu.exceptions import ChannelError, EncodeError
 
 from .. import canonical
+from ..config import check_protocol
 from ..engine import current
 from ..engine.job import ActiveJob
 from ..engine.lease import clock
@@ -32,13 +36,13 @@ from ..errors import (
     SchemaMismatch,
     StoreUnavailable,
 )
-from ..states import UNKNOWN_STATE
+from ..states import UNKNOWN_STATE, JobStatus
 from ..store.enlist import enlist
-from . import canvas
+from . import canvas, routing
 from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Door, Run, Verdict, key_of, time_of
 from .batch import Batch, Gathered, gathering, stored
 from .continuations import Continuations
-from .envelope import MARK, Envelope, Mark, arguments_digest, routing_options
+from .envelope import MARK, Envelope, Mark, arguments_digest
 from .task import OURS, SafeTask
 from .wire import BATCH, BROKER_ERRORS, Message, Wire
 
@@ -61,6 +65,10 @@ EAGER_STATES: Final = {
     "unknown": UNKNOWN_STATE,
 }
 """What a job's status is in Celery's words."""
+
+_eta: ContextVar[str | None] = ContextVar("safe_effects_eta", default=None)
+"""The time of the message that is being made, which Celery must not see: on quorum queues it would send the message
+through its own delays, and the row's time is what counts."""
 
 
 class Publisher:
@@ -125,6 +133,9 @@ class Publisher:
             job.pass_over()
             if not options.get("task_id"):
                 options["task_id"] = job.child_id()
+        own = job is not None and options.get("task_id") == job.id
+        taken = own or options.get("idempotency_key") or self.is_safe(name)
+        scope = _eta.set(_taken_eta(self.app, options) if taken else None)
         try:
             return send(name, args, kwargs, **options)
         except IdempotencyConflict as exc:
@@ -137,6 +148,8 @@ class Publisher:
                 if parent and getattr(parent, "request", None) is not None and parent.request.id:
                     parent.add_trail(result)
             return result
+        finally:
+            _eta.reset(scope)
 
     def is_safe(self, name: str) -> bool:
         """Whether a task of this name is a SafeTask: registered here, or known to the database from a worker."""
@@ -160,6 +173,8 @@ class Publisher:
         ours: dict[str, Any] = {key: options.pop(key) for key in OURS if key in options}
         transaction = options.pop("transaction", None)
         if not isinstance(message[2], tuple):
+            if ours or transaction is not None or self.is_safe(name):
+                check_protocol(self.app.conf)
             return send(producer, name, message, **options)
         headers, properties, body, sent_event = message
         job, batch = current.job(), gathering()
@@ -170,13 +185,21 @@ class Publisher:
             body = self._definite(name, headers["id"], body, self.acceptance.inherited(ours))
             hint = Message(name, (headers, properties, body, sent_event), options)
             return self._plain(send, producer, hint, transaction)
+        eta = _eta.get()
+        if eta is not None:
+            headers["eta"] = eta
+            if sent_event:
+                sent_event["eta"] = eta
         extra = options.pop("headers", None)
         if extra:
             headers.update(extra)
         options.pop("expiration", None)  # the database judges expiry; a hint has no time to live
         body = self._definite(name, headers["id"], body, self.acceptance.tenant(ours, name))
         envelope = Envelope(
-            {key: value for key, value in headers.items() if key != MARK}, properties, body, routing_options(options)
+            {key: value for key, value in headers.items() if key != MARK},
+            properties,
+            body,
+            routing.kept(self.app, options),
         )
         if own and job is not None:
             # A retry, or a replacement: written when the body has unwound, with the end of this run.
@@ -292,7 +315,7 @@ class Publisher:
 
     def _post(self, run: Run, messages: Sequence[Message], door: Door) -> list[str]:
         """Keep messages of plain tasks until they are out."""
-        kept = [stored(message) for message in messages]
+        kept = [stored(self.app, message) for message in messages]
         serializer = self.app.conf.task_serializer
         try:
             data = [envelope.encode(envelope.options.get("serializer") or serializer) for envelope in kept]
@@ -334,7 +357,7 @@ class Publisher:
             readable = []
             for row in rows:
                 try:
-                    readable.append(Message.of(Envelope.decode(row.envelope, self.app.conf.accept_content)))
+                    readable.append(Message.of(self.app, Envelope.decode(row.envelope, self.app.conf.accept_content)))
                 except Exception:
                     logger.exception("the message of plain task %s[%s] cannot be read", row.task, row.id)
             unsent = set(self.wire.send_all(readable))
@@ -494,7 +517,9 @@ class Publisher:
             try:
                 envelope = Envelope.decode(row.envelope, self.app.conf.accept_content)
                 mark = Mark(row.seq, row.generation, row.args_digest, row.tenant)
-                message = Message.of(envelope.marked(mark, eta=row.run_after, retries=row.retries))
+                marked = envelope.marked(mark, eta=row.run_after, retries=row.retries)
+                first = row.publishes == 1 and row.status == JobStatus.QUEUED
+                message = Message.of(self.app, marked, self._sent_event(envelope) if first else None)
                 stored.append((row.id, message if row.lane is None else message.into(self.wire.lane(row.lane))))
             except Exception:
                 logger.exception("the message of job %s cannot be read", row.id)
@@ -502,6 +527,15 @@ class Publisher:
         if unsent:
             self.soon(*(stored[place][0] for place in unsent))
         return len(rows) - len(unsent)
+
+    def _sent_event(self, envelope: Envelope) -> dict[str, Any] | None:
+        """What the event `task-sent` says of a message that goes out for the first time."""
+        if not self.app.conf.task_send_sent_event:
+            return None
+        headers = envelope.headers
+        same = ("root_id", "parent_id", "retries", "eta", "expires")
+        shown = {"args": headers.get("argsrepr"), "kwargs": headers.get("kwargsrepr")}
+        return {"uuid": envelope.id, "name": envelope.task, **shown, **{name: headers.get(name) for name in same}}
 
     def deliver_woken(self, slots: list[str]) -> None:
         """Publish who was woken for slots that have just become free; the sweep would, too, a little later."""
@@ -529,6 +563,19 @@ class Publisher:
             logger.warning("publishing %s is left to the sweeper", ", ".join(job_ids), exc_info=True)
             return 0
         return self.deliver(rows)
+
+
+def _taken_eta(app: Celery, options: dict[str, Any]) -> str | None:
+    """Take countdown and ETA out of the options, as a time; a countdown goes before an ETA, as in Celery."""
+    countdown, eta = options.pop("countdown", None), options.pop("eta", None)
+    try:
+        if countdown:
+            eta = maybe_make_aware(app.now() + timedelta(seconds=countdown), tz=app.timezone)
+    except (TypeError, OverflowError) as exc:
+        raise PayloadInvalid(f"countdown={countdown!r} is no number of seconds ({exc}); nothing was enqueued") from exc
+    if not eta:
+        return None
+    return eta if isinstance(eta, str) else str(eta.isoformat())
 
 
 def _messages(channel: Any, queue: str) -> int | None:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kombu import exceptions
 from kombu.exceptions import OperationalError as BrokerError
+from kombu.transport import virtual
+
+from . import routing
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -31,16 +34,16 @@ class Message(NamedTuple):
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, envelope: Envelope) -> Message:
-        """A stored message."""
-        options = dict(envelope.options)
-        if not options.get("exchange"):
-            options.pop("exchange", None)
-        return cls(envelope.task, (envelope.headers, envelope.properties, envelope.body, None), options)
+    def of(cls, app: Celery, envelope: Envelope, sent_event: dict[str, Any] | None = None) -> Message:
+        """A stored message, and what its event `task-sent` says, if it is to be sent."""
+        parts = (envelope.headers, envelope.properties, envelope.body, sent_event)
+        return cls(envelope.task, parts, routing.to_send(app, envelope.options))
 
     def into(self, queue: Any) -> Message:
         """The same message, sent to another queue."""
-        options = {name: value for name, value in self.options.items() if name not in ("exchange", "routing_key")}
+        options = {
+            name: value for name, value in self.options.items() if name not in ("exchange", "routing_key", "declare")
+        }
         return self._replace(options={**options, "queue": queue})
 
     @property
@@ -67,6 +70,20 @@ class Wire:
         queues = self.app.amqp.queues
         found = dict.get(queues, name)
         return found if found is not None else queues.add(queues.new_missing(name))
+
+    def declare_again(self, queue: str) -> None:
+        """Where messages got lost, the queue or its binding may have, too, which a connection declares only once."""
+        found = dict.get(self.app.amqp.queues, queue)
+        if found is None:
+            return  # how it is declared, only its maker knows
+        try:
+            with self.app.producer_pool.acquire(block=True) as producer, producer.connection.channel() as channel:
+                bound = found(channel)
+                if isinstance(channel, virtual.Channel) and bound.exchange:
+                    bound.unbind_from(bound.exchange, bound.routing_key)  # makes kombu forget that it wrote the binding
+                bound.declare()
+        except Exception:
+            logger.warning("queue %s could not be declared", queue, exc_info=True)
 
     def send_one(self, message: Message, producer: Any = None) -> None:
         """Publish a message.

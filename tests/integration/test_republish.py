@@ -25,6 +25,7 @@ class Broker:
         self.depths: dict[str, int | OSError | None] = {}
         self.low_first = False
         self.published: list[str] = []
+        self.declared: list[str] = []
 
     def ask(self, queue: str) -> Depth:
         found = self.depths[queue]
@@ -46,7 +47,12 @@ class Lab:
         self.broker = Broker()
         self.counted: dict[str, int] = {}
         self.republisher = Republisher(
-            store, store.config, ask=self.broker.ask, deliver=self.broker.deliver, count=self._count
+            store,
+            store.config,
+            ask=self.broker.ask,
+            declare=self.broker.declared.append,
+            deliver=self.broker.deliver,
+            count=self._count,
         )
         self.hand = Protocol(store)
 
@@ -126,6 +132,7 @@ def test_a_broker_that_lost_everything(lab: Lab) -> None:
     assert lab.sweeps(3) == []
     lab.broker.depths["celery"] = 0
     assert sorted(lab.sweeps(), key=int) == ids(1, 1200)
+    assert set(lab.broker.declared) == {"celery"}
 
 
 def test_the_very_first_message_of_an_idle_system(lab: Lab) -> None:
