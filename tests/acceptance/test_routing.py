@@ -18,7 +18,7 @@ from tests.support.brokers import Broker
 from tests.support.services import Sql
 
 TOPIC = Exchange("h_topic", type="topic")
-QUEUES = ("h_routed", "h_topic_queue", "h_prio", "h_spot", "h_by_object", "h_strict")
+QUEUES = ("h_default", "h_routed", "h_topic_queue", "h_prio", "h_spot", "h_by_object", "h_strict")
 NOT_KEPT = {"delivery_tag", "delivery_info", "safe_effects", "application_headers"}
 
 
@@ -29,7 +29,7 @@ def create(conf: dict[str, Any], sent_by: str = "producer") -> Celery:
     made = create_app(conf)
     made.conf.task_routes = {"tests.pure": {"queue": "h_routed"}}
     made.conf.task_queues = [
-        Queue("celery", Exchange("celery"), routing_key="celery"),
+        Queue("h_default", Exchange("h_default"), routing_key="h_default"),
         Queue("h_routed", Exchange("h_routed"), routing_key="h_routed"),
         Queue("h_topic_queue", TOPIC, routing_key="media.video"),
         Queue("h_prio", Exchange("h_prio"), routing_key="h_prio", queue_arguments={"x-max-priority": 10}),
@@ -84,7 +84,7 @@ SPOT = Queue("h_spot", Exchange("h_spot"), routing_key="h_spot", queue_arguments
 ROUTES: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "routes": ({}, "h_routed", "h_routed"),
     "queue": ({"queue": "h_prio", "priority": 6}, "h_prio", "h_prio"),
-    "default": ({"queue": "celery"}, "celery", "celery"),
+    "default": ({"queue": "h_default"}, "h_default", "h_default"),
     "topic_queue": ({"queue": "h_topic_queue"}, "h_topic_queue", "h_topic_queue"),
     "exchange": ({"exchange": "h_topic", "routing_key": "media.video"}, "h_topic_queue", "h_topic_queue"),
     "exchange_object": ({"exchange": TOPIC, "routing_key": "media.video"}, "h_topic_queue", "h_topic_queue"),
