@@ -491,7 +491,8 @@ UPDATE {s}.job j"""
            settle = coalesce(%(settle)s, j.settle),
            envelope = coalesce(%(envelope)s, j.envelope), args_digest = coalesce(%(digest)s, j.args_digest),
            retries = coalesce(%(retries)s, j.retries), generation = coalesce(%(generation)s, j.generation),
-           expires_at = coalesce(%(expires)s::timestamptz, j.expires_at), queue = coalesce(%(queue)s, j.queue),
+           expires_at = coalesce(%(expires)s::timestamptz, j.expires_at),
+           queue = CASE WHEN %(envelope)s::bytea IS NULL THEN j.queue ELSE %(queue)s END,
            priority = coalesce(%(priority)s::smallint, j.priority),
            task = coalesce(%(task)s, j.task),
            next_publish_at = CASE WHEN %(waiting_for)s::text IS NOT NULL AND EXISTS (
@@ -515,7 +516,8 @@ UPDATE {s}.job j
     + """,
        envelope = coalesce(%(envelope)s, j.envelope), args_digest = coalesce(%(digest)s, j.args_digest),
        retries = coalesce(%(retries)s, j.retries), expires_at = coalesce(%(expires)s::timestamptz, j.expires_at),
-       queue = coalesce(%(queue)s, j.queue), priority = coalesce(%(priority)s::smallint, j.priority)
+       queue = CASE WHEN %(envelope)s::bytea IS NULL THEN j.queue ELSE %(queue)s END,
+       priority = coalesce(%(priority)s::smallint, j.priority)
  WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
 RETURNING j.attempts < j.max_attempts AS again
 """
