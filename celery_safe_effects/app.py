@@ -9,8 +9,9 @@ from typing import Any
 
 import psycopg
 
-from . import canonical, signals
+from . import canonical, doctor, signals
 from .config import Config, from_conf
+from .doctor import Finding
 from .effects import Effect, all_effects, registered
 from .engine import failures, process
 from .engine.admission import Admission, LimitInUse, StoredLimits
@@ -244,6 +245,14 @@ class SafeEffects:
             if task.effects is None:
                 task._body_effect()
 
+    def refuse_risks(self) -> None:
+        """Refuse what is certain to break safety, in the doctor's words.
+
+        Raises:
+            ConfigurationError: unless ``safe_effects_accept_risks`` accepts it.
+        """
+        doctor.refuse(self)
+
     def find_effect(self, name: str, task: str) -> Effect[Any, Any] | None:
         """The effect of a recorded name: a registered one, or the whole body of a task."""
         found = registered(name)
@@ -367,6 +376,14 @@ class SafeEffects:
             one entry a scope: ``*``, ``tenant:<name>``, ``task:<name>`` or ``pool:<name>``.
         """
         return self.admission.stored()
+
+    def doctor(self) -> list[Finding]:
+        """Find what will hurt, in the database, the broker, the workers and the app's declarations; takes some seconds.
+
+        Returns:
+            what was found, problems first; each says how to mend it.
+        """
+        return doctor.examine(self)
 
     def metrics(self) -> list[Metric]:
         """What the database says about queues, leases, limits, open questions and counted events; reads only.

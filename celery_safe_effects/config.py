@@ -16,6 +16,8 @@ from .errors import ConfigurationError
 from .limits import Limits
 
 PREFIX: Final = "safe_effects_"
+RISKS: Final = ("fsync_off", "synchronous_commit_off", "isolation_level")
+"""The doctor's findings that refuse a worker's start unless they are accepted."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Config:
         fair: whether tenants with few queued jobs pass another's backlog.
         strict_durability: every commit waits for the disk.
         max_connections: connections a process.
+        accept_risks: codes of :data:`RISKS` that do not refuse a worker's start.
     """
 
     database_url: str
@@ -73,6 +76,7 @@ class Config:
     max_payload: int = 1_000_000
     strict_durability: bool = False
     max_connections: int = 2
+    accept_risks: tuple[str, ...] = ()
     fair: bool = True
 
 
@@ -141,6 +145,12 @@ def _retention(key: str, value: Any) -> Retention:
     raise ConfigurationError(f"{key} must be a mapping of succeeded, failed, cancelled to times, not {value!r}")
 
 
+def _risks(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple, set, frozenset)) or not set(value) <= set(RISKS):
+        raise ConfigurationError(f"{key} must be a list of some of {', '.join(RISKS)}, not {value!r}")
+    return tuple(value)
+
+
 _READERS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "database_url": _url,
     "schema": _schema,
@@ -162,6 +172,7 @@ _READERS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "strict_durability": _flag,
     "fair": _flag,
     "max_connections": _count,
+    "accept_risks": _risks,
 }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..states import JobStatus, OperationStatus
+from ..words import count
 from . import output
 from .command import Answer, Console, command, text
 from .looking import ENDED, waits_for
@@ -203,7 +204,7 @@ def republish(console: Console, safe: SafeEffects, job: tuple[str, ...]) -> Answ
     """
     rows = [safe.job(job_id) for job_id in dict.fromkeys(job)]
     published = safe.republish(*(row.id for row in rows))
-    lines = [f"published {output.count(published, 'message')}"]
+    lines = [f"published {count(published, 'message')}"]
     missed = len(rows) - published if rows else 0
     if missed > 0:
         lines += [f"{row.id} is {_state(row)}" for row in rows]
@@ -245,7 +246,7 @@ def reconcile(console: Console, safe: SafeEffects, key: tuple[str, ...]) -> Answ
     done = safe.reconcile(keys or None)
     rows = [safe.operation(one) for one in keys]
     results = ", ".join(f"{n} {name}" for name, n in sorted(done.results.items()))
-    lines = [f"asked about {output.count(done.asked, 'operation')}" + (f": {results}" if results else "")]
+    lines = [f"asked about {count(done.asked, 'operation')}" + (f": {results}" if results else "")]
     for row in rows:
         at = row.next_reconcile_at
         when = f", next look at {output.moment(at)}" if row.status == OperationStatus.UNKNOWN and at is not None else ""

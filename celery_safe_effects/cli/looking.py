@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ..states import TERMINAL, JobStatus, OperationStatus
-from . import health, output
+from ..words import age, since
+from . import output
 from .command import Answer, Console, command, describe, text
 from .output import Column
 
@@ -59,20 +60,22 @@ def status(console: Console, safe: SafeEffects) -> Answer:
     Unhealthy (exit status 1) when the database cannot be reached or has another version's schema, when nobody sweeps
     while jobs are not finished, and when an effect happened twice.
     """
+    from ..doctor import health
+
     found, config = safe.overview(), safe.config
     problems, warnings = health.judge(found, config)
     jobs = {s.value: found["jobs"].get(s.value, 0) for s in JobStatus}
     operations = {s.value: found["operations"].get(s.value, 0) for s in OperationStatus}
     document = {
         "healthy": not problems,
-        "problems": [p._asdict() for p in problems],
-        "warnings": [w._asdict() for w in warnings],
+        "problems": [{"code": p.code, "message": p.message} for p in problems],
+        "warnings": [{"code": w.code, "message": w.message} for w in warnings],
         "at": found["at"],
         "schema": {"name": config.schema, "version": found["schema_version"]},
         "jobs": jobs,
         "operations": operations,
-        "oldest_queued_s": health.since(found, "oldest_queued_at"),
-        "oldest_unknown_s": health.since(found, "oldest_unknown_at"),
+        "oldest_queued_s": since(found, "oldest_queued_at"),
+        "oldest_unknown_s": since(found, "oldest_unknown_at"),
         "sweep": _maintenance(found, "sweep"),
         "reconcile": _maintenance(found, "reconcile"),
         "double_effects": found["double_effects"],
@@ -100,17 +103,17 @@ def _maintenance(found: dict[str, Any], name: str) -> dict[str, Any]:
     return {
         "started_at": found[f"{name}_started_at"],
         "finished_at": found[f"{name}_finished_at"],
-        "age_s": health.since(found, f"{name}_finished_at"),
+        "age_s": since(found, f"{name}_finished_at"),
         "by": found[f"{name}_by"],
         "runs": found[f"{name}_runs"] or 0,
     }
 
 
 def _ago(found: dict[str, Any], name: str, never: str, by: str | None = None) -> str:
-    seconds = health.since(found, name)
+    seconds = since(found, name)
     if seconds is None:
         return never
-    return f"{output.age(seconds)} ago" + (f", by {by}" if by else "")
+    return f"{age(seconds)} ago" + (f", by {by}" if by else "")
 
 
 # -- jobs ----------------------------------------------------------------------------------------------------------
@@ -156,7 +159,7 @@ def _tenant(job: JobRow, rows: Sequence[JobRow]) -> str:
 
 
 def _age(at: datetime) -> str:
-    return output.age((datetime.now(timezone.utc) - at).total_seconds())
+    return age((datetime.now(timezone.utc) - at).total_seconds())
 
 
 def _listing(lines: list[str], what: str, some: bool, more: bool) -> list[str]:

@@ -69,6 +69,7 @@ def prepare(safe: SafeEffects, app: Any, hostname: str) -> None:
         config = safe.config
         safe.check_declarations()
         safe.store.check_schema()
+        safe.refuse_risks()
         names = safe.task_names()
         _refuse_what_would_be_stranded(safe, sorted(set(app.tasks) - set(names)))
         if names:

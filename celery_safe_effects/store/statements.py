@@ -1207,3 +1207,56 @@ SELECT (SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM {s}.job_seq_s
        (SELECT extract(epoch FROM now() - j.next_publish_at)::float8 FROM {s}.job j
          WHERE j.next_publish_at IS NOT NULL ORDER BY j.next_publish_at LIMIT 1) AS publish_lag
 """
+
+# -- the doctor's questions -----------------------------------------------------------------------------------------
+
+DOCTOR_DATABASE: Final = """
+SELECT extract(epoch FROM clock_timestamp())::float8 AS clock, current_setting('fsync') AS fsync,
+       current_setting('synchronous_commit') AS synchronous_commit,
+       current_setting('synchronous_standby_names') AS standby_names,
+       current_setting('full_page_writes') AS full_page_writes,
+       current_setting('default_transaction_isolation') AS isolation,
+       current_setting('transaction_read_only') AS read_only, current_setting('server_encoding') AS encoding,
+       current_setting('server_version_num')::integer AS version, current_setting('autovacuum') AS autovacuum,
+       current_setting('max_connections')::integer
+           - current_setting('superuser_reserved_connections')::integer
+           - coalesce(current_setting('reserved_connections', true)::integer, 0) AS connections,
+       (SELECT coalesce(sum(numbackends), 0)::integer FROM pg_stat_database) AS connected,
+       (SELECT count(*)::integer FROM pg_stat_activity WHERE application_name = 'celery-safe-effects') AS ours
+"""
+# How the jobs stand, counted no further than needed.
+DOCTOR_STATE: Final = """
+SELECT clock_timestamp() AS at,
+       (SELECT count(*) FROM (SELECT FROM {s}.job j WHERE j.status = 'queued' LIMIT %(most)s) q) AS queued,
+       (SELECT count(*) FROM (SELECT FROM {s}.job j
+          WHERE j.status IN ('leased', 'running') LIMIT %(most)s) l) AS running,
+       (SELECT count(*) FROM (SELECT FROM {s}.operation o WHERE o.status = 'unknown' LIMIT %(most)s) u) AS unknown,
+       (SELECT extract(epoch FROM now() - p.created_at)::float8 FROM {s}.job p
+         WHERE p.status = 'unknown' ORDER BY p.seq LIMIT 1) AS oldest_parked,
+       (SELECT count(*) FROM (SELECT FROM {s}.operation o WHERE o.double_at IS NOT NULL LIMIT %(most)s) d) AS doubled,
+       ARRAY(SELECT o.key FROM {s}.operation o WHERE o.double_at IS NOT NULL
+              ORDER BY o.double_at DESC LIMIT 10) AS doubled_keys,
+       sweep.last_finished_at AS sweep_finished_at, sweep.last_by AS sweep_by,
+       reconcile.last_started_at AS reconcile_started_at
+  FROM (SELECT) one
+  LEFT JOIN {s}.maintenance sweep ON sweep.name = 'sweep'
+  LEFT JOIN {s}.maintenance reconcile ON reconcile.name = 'reconcile'
+"""
+# The longest run among the live ones and the last that ended.
+DOCTOR_LONGEST: Final = """
+SELECT max(r.seconds)::float8 AS seconds FROM (
+    (SELECT extract(epoch FROM now() - j.leased_at) AS seconds FROM {s}.job j
+      WHERE j.status IN ('leased', 'running') LIMIT %(most)s)
+    UNION ALL
+    (SELECT extract(epoch FROM j.finished_at - j.leased_at) FROM {s}.job j
+      WHERE j.finished_at IS NOT NULL AND j.status = 'succeeded' ORDER BY j.finished_at DESC LIMIT %(most)s)) r
+"""
+DOCTOR_TASKS: Final = """
+SELECT t.name, EXISTS (SELECT FROM {s}.known_task k WHERE k.name = t.name) AS known
+  FROM unnest(%(names)s::text[]) AS t (name)
+"""
+DOCTOR_EFFECTS: Final = """
+SELECT DISTINCT u.effect, u.task FROM (
+    SELECT o.effect, j.task FROM {s}.operation o JOIN {s}.job j ON j.id = o.job_id
+     WHERE o.status = 'unknown' ORDER BY o.intent_at LIMIT %(most)s) u
+"""

@@ -819,3 +819,38 @@ def test_metrics_are_served_until_the_process_is_ended(place: dict[str, Any], cl
             assert process.wait(20) == 0
         finally:
             process.kill()
+
+
+# -- doctor --------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_tells_problems_from_warnings_by_its_exit_status(cli: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    from celery_safe_effects import doctor
+
+    found = [doctor.Finding("odd", "warning", "something is odd", "look at it")]
+    monkeypatch.setattr(doctor, "examine", lambda safe: found)
+    text = cli("doctor")
+    assert (text.code, text.err) == (0, "")
+    assert "[odd] something is odd" in text.out
+    assert "look at it" in text.out
+    assert text.out.splitlines()[-1] == "0 problems, 1 warning"
+    found.insert(0, doctor.Finding("bad", "problem", "something is broken", "mend it", refuses=True))
+    assert cli("doctor").code == 1
+    document = cli("doctor", "--json").json
+    assert document["healthy"] is False
+    assert document["findings"][0] == {
+        "code": "bad",
+        "severity": "problem",
+        "what": "something is broken",
+        "mend": "mend it",
+        "refuses": True,
+    }
+    found.clear()
+    assert cli("doctor") == Result(0, "0 problems, 0 warnings\n", "")
+
+
+def test_the_doctor_without_a_database(make_cli: Callable[..., Shop]) -> None:
+    cli = make_cli(safe_effects_database_url="postgresql+psycopg://127.0.0.1:1/nowhere")
+    found = cli("doctor", "--json")
+    assert found.code == 1
+    assert "store_unavailable" in [finding["code"] for finding in found.json["findings"]]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from celery_safe_effects.cli import health
 from celery_safe_effects.config import Config
+from celery_safe_effects.doctor import health
 from celery_safe_effects.states import JobStatus, OperationStatus
 
 NOW = datetime(2026, 1, 2, tzinfo=timezone.utc)

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
+from celery_safe_effects import words
 from celery_safe_effects.cli import output
 from celery_safe_effects.cli.output import Column
 from celery_safe_effects.values import TransitionRow
@@ -74,7 +75,7 @@ def test_cut(text: str, columns: int, tail: bool, shown: str) -> None:
     [(None, "-"), (-3, "0s"), (0.9, "0s"), (59, "59s"), (60, "1m"), (200, "3m20s"), (3600, "1h"), (90061, "1d1h")],
 )
 def test_age(seconds: float | None, shown: str) -> None:
-    assert output.age(seconds) == shown
+    assert words.age(seconds) == shown
 
 
 def test_a_terminal_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:

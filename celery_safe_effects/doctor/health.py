@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..config import Config
 from ..states import TERMINAL, JobStatus, OperationStatus
-from .output import age, count
+from ..words import age, count, since
+from .finding import Finding, problem, warning
 
 SEVERAL: Final = 6
 """Intervals without a sweep that are too many; a worker stands in for a dead beat after half of them."""
 
 
-class Problem(NamedTuple):
-    """Something that is not as it should be.
-
-    Attributes:
-        code: a stable identifier.
-        message: what is wrong and what to do.
-    """
-
-    code: str
-    message: str
-
-
-def since(found: Mapping[str, Any], name: str) -> float | None:
-    """Seconds between a recorded time and the database's present."""
-    at: datetime | None = found[name]
-    return None if at is None else max(0.0, (found["at"] - at).total_seconds())
-
-
-def judge(found: Mapping[str, Any], config: Config) -> tuple[list[Problem], list[Problem]]:
+def judge(found: Mapping[str, Any], config: Config) -> tuple[list[Finding], list[Finding]]:
     """Find what is wrong.
 
     Arguments:
@@ -47,30 +29,18 @@ def judge(found: Mapping[str, Any], config: Config) -> tuple[list[Problem], list
     swept, limit = since(found, "sweep_finished_at"), SEVERAL * config.sweep_interval
     if alive and (swept is None or swept > limit):
         when = "no sweep ever finished" if swept is None else f"the last sweep finished {age(swept)} ago"
-        problems.append(
-            Problem(
-                "sweep_stale",
-                f"{when}, with {count(alive, 'unfinished job')}: run a worker and beat, or `safe-effects sweep` now",
-            )
-        )
+        what = f"{when}, with {count(alive, 'unfinished job')}"
+        problems.append(problem("sweep_stale", what, "run a worker and beat, or `safe-effects sweep` now"))
     if found["double_effects"]:
         keys = ", ".join(found["double_effect_keys"])
         more = ", …" if found["double_effects"] > len(found["double_effect_keys"]) else ""
-        problems.append(
-            Problem(
-                "double_effect",
-                f"by evidence, {count(found['double_effects'], 'operation')} happened twice: {keys}{more}; "
-                "look at their evidence and undo one of the two at the provider",
-            )
-        )
+        what = f"by evidence, {count(found['double_effects'], 'operation')} happened twice: {keys}{more}"
+        mend = "look at their evidence and undo one of the two at the provider"
+        problems.append(problem("double_effect", what, mend))
     unknown = found["operations"].get(OperationStatus.UNKNOWN.value, 0)
     asked, limit = since(found, "reconcile_started_at"), SEVERAL * config.reconcile_interval
     if unknown and (asked is None or asked > limit):
         when = "nobody ever reconciled" if asked is None else f"nobody reconciled for {age(asked)}"
-        warnings.append(
-            Problem(
-                "reconcile_stale",
-                f"{when}, and the outcome of {count(unknown, 'operation')} is unknown: run a worker and beat",
-            )
-        )
+        what = f"{when}, and the outcome of {count(unknown, 'operation')} is unknown"
+        warnings.append(warning("reconcile_stale", what, "run a worker and beat"))
     return problems, warnings
