@@ -24,7 +24,7 @@ from .statements import WORKERS_SEEN
 LOCK_KEY: Final = 7_236_071_155  # any fixed number: the same for every version of the library
 DEFAULT_SCHEMA: Final = "safe_effects"
 SEEN_FOR: Final = 60.0
-"""Seconds after which workers that did nothing are taken for stopped; some worker sweeps far more often."""
+"""Seconds for which a worker counts as running that did not say that it stopped; it shows itself far more often."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ def _refuse_while_workers_run(cursor: Any, schema: str, present: int, wanted: in
     if seen is not None:
         raise SchemaMismatch(
             f"schema {schema!r} cannot go from version {present} to {wanted} while workers of the older code run "
-            f"({seen[0]} was here {seen[1]:.0f} s ago): stop all workers and producers, wait {SEEN_FOR:.0f} s and "
-            "upgrade again; nothing was changed",
+            f"({seen[0]} was here {seen[1]:.0f} s ago; one that was killed counts for {SEEN_FOR:.0f} s): stop all "
+            "workers and producers and upgrade again; nothing was changed",
             present=present,
             needed=wanted,
         )

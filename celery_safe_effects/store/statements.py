@@ -35,12 +35,12 @@ SELECT current_database() AS name, (SELECT oid::text FROM pg_database WHERE datn
        pg_postmaster_start_time()::text AS started
 """
 
-# Traces of running workers: a live lease, or a sweep or reconciliation that no operator ran by hand.
+# Running workers: one that has said so lately, and did not say that it stopped; or a live lease.
 WORKERS_SEEN: Final = """
 SELECT w.who, extract(epoch FROM clock_timestamp() - w.at)::float8 AS ago_s
   FROM (SELECT lease_owner AS who, clock_timestamp() AS at FROM {s}.job WHERE lease_until > clock_timestamp()
          UNION ALL
-        SELECT last_by, last_started_at FROM {s}.maintenance WHERE last_by NOT LIKE 'operator:%%') w
+        SELECT node, seen_at FROM {s}.worker WHERE stopped_at IS NULL) w
  WHERE w.at > clock_timestamp() - %(seen_for)s::float8 * interval '1 second'
  ORDER BY w.at DESC LIMIT 1
 """

@@ -145,15 +145,16 @@ def test_every_migration_says_which_code_it_is_for() -> None:
     [
         ("UPDATE job SET status = 'running', lease_until = clock_timestamp() + '1 min', lease_owner = 'a@test/1/1',"
          " lease_token = gen_random_uuid(), fence = 1, actor = 'a'", "a@test/1/1 was here 0 s ago"),
-        ("UPDATE maintenance SET last_started_at = clock_timestamp() - interval '50 s', last_by = 'b@test/stand-in'",
-         "b@test/stand-in was here 50 s ago"),
+        ("INSERT INTO worker (node, pid, version, pool, concurrency, connections, queues, seen_at)"
+         " VALUES ('b@test', 1, '0', 'prefork', 1, 1, '{}', clock_timestamp() - interval '50 s')",
+         "b@test was here 50 s ago"),
     ],
-    ids=["a live lease", "a sweep"],
+    ids=["a live lease", "a worker"],
 )  # fmt: skip
 def test_what_older_code_does_not_survive_waits_until_none_runs(
     database_url: str, sql: Sql, dsn: str, monkeypatch: pytest.MonkeyPatch, trace: str, words: str
 ) -> None:
-    """Nothing is changed while a trace of a worker is fresh; an operator's sweep is no worker."""
+    """Nothing is changed while a worker is there; one that stopped, or has not been seen for long, is not."""
     real = migrate.migrations()
     after = real[-1].version + 1
     harmless = migrate.Migration(after, "harmless", "CREATE TABLE {schema}.one ()", real[-1].version)
@@ -169,8 +170,11 @@ def test_what_older_code_does_not_survive_waits_until_none_runs(
         patch.setattr(migrate, "migrations", lambda: [*real, harmless])
         assert migrate.upgrade(database_url) == [after], "what older code survives needs no stop"
         sql("UPDATE job SET status = 'queued', lease_until = NULL, lease_owner = NULL, lease_token = NULL, actor = 'a'")
-        sql("UPDATE maintenance SET last_started_at = clock_timestamp() - interval '61 s'")
-        sql("UPDATE maintenance SET last_started_at = clock_timestamp(), last_by = 'operator:x' WHERE name = 'sweep'")
+        sql("UPDATE worker SET seen_at = clock_timestamp() - interval '61 s'")
+        sql(
+            "INSERT INTO worker (node, pid, version, pool, concurrency, connections, queues, stopped_at)"
+            " VALUES ('c@test', 1, '0', 'prefork', 1, 1, '{}', clock_timestamp())"
+        )
         patch.setattr(migrate, "migrations", lambda: [*real, harmless, harmful])
         assert migrate.upgrade(database_url) == [after + 1]
     with pytest.raises(SchemaMismatch, match="upgrade celery-safe-effects"):
