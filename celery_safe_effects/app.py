@@ -204,6 +204,7 @@ class SafeEffects:
             deliver_now=self.publisher.deliver_now,
             on_moved=self.announce,
             count=self.count,
+            tracing=self.hooks.tracing,
             leave=threads.leave,
         )
 

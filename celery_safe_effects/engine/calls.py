@@ -31,6 +31,7 @@ from . import deadline, failures, loop, outcomes, process
 from .admission import too_many_operations
 from .lease import clock
 from .outcomes import classify, outcome_of
+from .tracing import Span
 
 if TYPE_CHECKING:
     from ..effects import Effect
@@ -146,6 +147,8 @@ class Call:
             ) from exc
         self._shown = {name: value for name, value in arguments.items() if name not in effect.options.redact}
         self._alarm = ExitStack()
+        self._span = Span()
+        self._status: Op | None = None
         self._confirmed = False
         self._expires: float | None = None
         name, ordinal = job.open_step(effect, step, keyed)
@@ -166,6 +169,7 @@ class Call:
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         self._alarm.close()
+        self._span.end(self._status, exc)
         self.job.close_step(self.intent.step)
         # Interrupted (a time limit, a shutdown) between its intent and the record of its outcome.
         if self.nonce in self.job.unrecorded and self.job.parked is None:
@@ -194,6 +198,8 @@ class Call:
         options = effect.options
         if not job.held.trusted():
             raise job.lost()
+        self._span = job.hooks.tracing.effect(job, effect, intent)
+        intent = self.intent = intent._replace(trace=self._span.trace)
         job.unrecorded[self.nonce] = intent.key
         started = clock()
         self._expires = started + options.deadline if options.deadline and not options.repeatable else None
@@ -279,7 +285,9 @@ class Call:
 
     def run(self) -> Any:
         """Call the effect's function."""
-        return self.effect.fn(self.op, *self._bound.args, **self._bound.kwargs)
+        with self._span.current():
+            value = self.effect.fn(self.op, *self._bound.args, **self._bound.kwargs)
+        return self._span.carry(value) if inspect.isawaitable(value) else value
 
     # -- after the call ------------------------------------------------------------------------------------------------
 
@@ -337,6 +345,7 @@ class Call:
                 why = raised or SafeEffectsError(
                     f"the transaction given to op.confirm() of {key} was not committed; nothing happened"
                 )
+                self._status = Op.NOT_HAPPENED
                 job.did_not_happen(why)
                 raise why
             record = job.insist("OPERATION", key=key)[0]
@@ -344,6 +353,7 @@ class Call:
             raise job.lost()
         if raised is not None:
             logger.warning("operation %s is committed; what its effect raised afterwards is dropped: %r", key, raised)
+        self._status = Op.OUTCOME_CONFIRMED
         job.last_ref = record.provider_ref
         return Outcome(record.provider_ref, canonical.decode(record.result))
 
@@ -355,6 +365,7 @@ class Call:
         recoverable = intent.repeatable or intent.has_lookup or intent.idempotent_for is not None
         statement = "OUTCOME_ASYNC" if status == Op.OUTCOME_CONFIRMED and recoverable else "OUTCOME"
         outcomes.record(self.job, statement, intent.key, self.nonce, status, ref, result, error, evidence)
+        self._status = status
 
 
 def intent_options(effect: Effect[Any, Any], prefork: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import NAMESPACE_OID, UUID, uuid5
 
@@ -30,6 +30,7 @@ from ..values import Operation
 from . import deadline, loop
 from .lease import HeldLease, clock
 from .replay import Recorded
+from .tracing import Tracing
 
 if TYPE_CHECKING:
     from ..effects import Effect
@@ -46,6 +47,7 @@ class Hooks:
 
     double_effect: Callable[[str, str, str], None] = lambda _key, _job, _ref: None
     armed: Callable[[float | None], AbstractContextManager[bool]] = deadline.killed_after
+    tracing: Tracing = field(default_factory=Tracing)
 
 
 class RetryAsked(NamedTuple):

@@ -19,6 +19,7 @@ from ..store.hot import Row, Store
 from ..values import Happened, NotHappened, Operation, Refused, Unresolved, Verdict
 from . import failures, loop
 from .lease import clock
+from .tracing import Tracing
 
 if TYPE_CHECKING:
     from ..effects import Effect
@@ -55,6 +56,7 @@ class Reconciler:
         deliver_now: publishes the jobs that moved on.
         on_moved: told of who moved which jobs.
         count: adds to a counter by name and label; losing it is safe.
+        tracing: told of each question.
         leave: called in the thread of each lookup at its end.
     """
 
@@ -72,6 +74,7 @@ class Reconciler:
         deliver_now: Callable[..., int],
         on_moved: Callable[..., None],
         count: Callable[[str, str], None],
+        tracing: Tracing,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
         self.store = store
@@ -82,6 +85,7 @@ class Reconciler:
         self.deliver_now = deliver_now
         self.on_moved = on_moved
         self.count = count
+        self.tracing = tracing
 
     def run(self, by: str, keys: list[str] | None = None) -> Reconciled:
         """Reconcile everything that is due, or some operations.
@@ -118,7 +122,7 @@ class Reconciler:
                         self._conclude(row, None if effect else Unresolved(why), by, done)
                 more = keys is None and clock() < until and (len(rows) == self.BATCH or bool(running or waiting))
             while waiting and len(running) < self.PARALLEL:
-                running.append(_Lookup(*waiting.popleft(), self.leave))
+                running.append(_Lookup(*waiting.popleft(), self.leave, self.tracing))
             if not running and not more:
                 break
             if running:
@@ -263,8 +267,9 @@ class _Lookup:
 
     finished = threading.Event()
 
-    def __init__(self, row: Row, effect: Effect[Any, Any], leave: Callable[[], None]) -> None:
+    def __init__(self, row: Row, effect: Effect[Any, Any], leave: Callable[[], None], tracing: Tracing) -> None:
         self.row = row
+        self._tracing = tracing
         self._leave = leave
         self.timeout = effect.options.lookup_timeout
         self.ends = clock() + self.timeout
@@ -275,6 +280,8 @@ class _Lookup:
 
     def _ask(self) -> None:
         row = self.row
+        span = self._tracing.lookup(row)
+        raised: BaseException | None = None
         try:
             operation = Operation(
                 key=row.key,
@@ -290,13 +297,16 @@ class _Lookup:
                 _clock=clock,
             )
             find = self._effect.find
-            answer = find(operation) if find is not None else None
-            if inspect.isawaitable(answer):
-                answer = loop.complete(answer, timeout=max(0.0, self.ends - clock()))
+            with span.current():
+                answer = find(operation) if find is not None else None
+                if inspect.isawaitable(answer):
+                    answer = loop.complete(answer, timeout=max(0.0, self.ends - clock()))
             self._answer = answer
         except BaseException as exc:
+            raised = exc
             self._answer = Unresolved(f"the lookup raised {type(exc).__name__}: {exc}")
         finally:
+            span.end(Tracing.verdict(self._answer), raised)
             self._done.set()
             _Lookup.finished.set()
             self._leave()

@@ -25,6 +25,9 @@ HEADERS: Final = (
 )  # fmt: skip
 """What Celery's message protocol 2 carries in the headers."""
 
+TRACE: Final = ("traceparent", "tracestate")
+"""What a tracer adds to them (W3C Trace Context)."""
+
 OPAQUE: Final = "raw:"
 """Begins the digest of a call whose arguments are not JSON."""
 
@@ -83,6 +86,7 @@ class Envelope:
             "reply_to": request.get("reply_to") or "",
         }
         headers = {name: request.get(name) for name in HEADERS}
+        headers |= {name: request[name] for name in TRACE if request.get(name)}
         return cls(headers, properties, (list(args), dict(kwargs), embed), options)
 
     @property

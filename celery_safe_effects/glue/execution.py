@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from contextlib import ExitStack
 from datetime import datetime
@@ -95,6 +96,7 @@ class Execution:
         self.mark = Mark.of(getattr(request, MARK, None))
         self.owner = self.safe.owner(request.hostname)
         self.whole_body = task.effects is None
+        self._left_as: str | None = None
 
     def run(self) -> Any:
         """Handle the delivery.
@@ -152,11 +154,13 @@ class Execution:
             prefork=self.safe.prefork,
             recorded=recorded,
         )
+        span = self.safe.hooks.tracing.job(self.task, self.request, job)
         scope = current.begin(job, alone=self.safe.prefork)
         try:
-            if self.whole_body:
-                return self._whole_body(job, row, nonce, since, alarm)
-            return self._conclude(job, self._body(job))
+            with span.current():
+                if self.whole_body:
+                    return self._whole_body(job, row, nonce, since, alarm)
+                return self._conclude(job, self._body(job))
         except LeaseLost as exc:
             logger.warning("%s", exc)
             self.safe.count("leases_lost", self.task.name)
@@ -164,6 +168,7 @@ class Execution:
             raise Ignore(str(exc)) from None
         finally:
             current.end(scope)
+            span.end(self._left_as, sys.exc_info()[1])
             self.safe.keeper.drop(held)
             self.safe.announce(self.owner, self.id)
             if row.slots:
@@ -206,6 +211,7 @@ class Execution:
                 "whole_body": True,
                 "nonce": nonce,
                 "process": process.identity(),
+                "trace": self.safe.hooks.tracing.sent_by(self.request),
                 "args": _json_or_none(shown),
                 "args_digest": digest or "",
             }
@@ -514,6 +520,7 @@ class Execution:
             if error is not None:
                 self._pend(job, "failed", _Conclusion("failed", "result_not_json", error=error))
             outcomes.record(job, "OUTCOME", key, nonce, Op.OUTCOME_CONFIRMED, ref, result, error)
+            self._left_as = "succeeded" if error is None else "failed"
             if error is not None:
                 raise EffectResultInvalid(error["text"])
             self._settles(job.fence)
@@ -543,6 +550,7 @@ class Execution:
         outcomes.record(job, "OUTCOME", key, nonce, status, None, None, error)
         if status == Op.UNKNOWN:
             return self._conclude(job, self._unknown(key, error["text"]))
+        self._left_as = "queued" if status == Op.NOT_HAPPENED and again else "failed"
         if status == Op.NOT_HAPPENED and again:
             if not self.request.is_eager:
                 self.safe.publisher.deliver_now(self.id)
@@ -666,7 +674,7 @@ class Execution:
         rows = self._insist("LEAVE", until=None, **params)
         if not rows:
             rows = self._already_left(job)
-        status = rows[0].status
+        status = self._left_as = rows[0].status
         if status == JobStatus.QUEUED:
             if end.waiting_for is None and not self.request.is_eager:
                 self.safe.publisher.deliver_now(self.id)

@@ -193,6 +193,7 @@ class Publisher:
         extra = options.pop("headers", None)
         if extra:
             headers.update(extra)
+        self.safe.hooks.tracing.sends(headers, current_task.request if own else None)
         options.pop("expiration", None)  # the database judges expiry; a hint has no time to live
         body = self._definite(name, headers["id"], body, self.acceptance.tenant(ours, name))
         envelope = Envelope(

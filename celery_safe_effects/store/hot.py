@@ -67,6 +67,7 @@ class Intent(NamedTuple):
     if_unknown: str
     detached: bool
     deadline_is_proof: bool
+    trace: str | None = None
 
 
 class Lease(NamedTuple):

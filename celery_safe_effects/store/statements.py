@@ -301,14 +301,14 @@ SELECT """
 
 _INTENT_COLUMNS: Final = """(key, job_id, step, ordinal, effect, status, keyed, repeatable, whole_body, fence, nonce,
         process, args, args_digest, deadline, lag, deadline_at, absent_from, idempotent_for, has_lookup, if_unknown,
-        detached, deadline_is_proof, recorded_by)"""
+        detached, deadline_is_proof, trace, recorded_by)"""
 _INTENT_VALUES: Final = """%(key)s, j.id, %(step)s, %(ordinal)s, %(effect)s, 'intent_recorded', %(keyed)s,
         %(repeatable)s, %(whole_body)s, j.fence, %(nonce)s::uuid, %(process)s, %(args)s::json, %(args_digest)s,
         %(deadline)s::float8 * interval '1 second', %(lag)s::float8 * interval '1 second',
         clock_timestamp() + %(deadline)s::float8 * interval '1 second',
         clock_timestamp() + (%(deadline)s::float8 + %(lag)s::float8) * interval '1 second',
         %(idempotent_for)s::float8 * interval '1 second', %(has_lookup)s, %(if_unknown)s, %(detached)s,
-        %(deadline_is_proof)s, %(owner)s"""
+        %(deadline_is_proof)s, %(trace)s, %(owner)s"""
 # 4: a new intent on an existing key only when it provably did not happen, or by the resend rule or declared policy.
 # A whole body that did not happen may begin anew with other arguments: the author's retry(args=...) gave them.
 _INTENT_AGAIN: Final = """ON CONFLICT (key) DO UPDATE
@@ -318,7 +318,8 @@ _INTENT_AGAIN: Final = """ON CONFLICT (key) DO UPDATE
            intent_at = clock_timestamp(), deadline = excluded.deadline, lag = excluded.lag,
            deadline_at = excluded.deadline_at, absent_from = excluded.absent_from, has_lookup = excluded.has_lookup,
            if_unknown = excluded.if_unknown, detached = excluded.detached,
-           deadline_is_proof = excluded.deadline_is_proof, gone_at = NULL, absent_at = NULL, policy_at = NULL,
+           deadline_is_proof = excluded.deadline_is_proof, trace = excluded.trace,
+           gone_at = NULL, absent_at = NULL, policy_at = NULL,
            error = NULL, resolved_at = NULL, resolved_by = NULL, next_reconcile_at = NULL, asking_until = NULL,
            actor = %(owner)s,
            reason = CASE WHEN o.status = 'not_happened' THEN 'not_happened'
@@ -830,7 +831,7 @@ UPDATE {s}.operation o
   FROM due, {s}.job j WHERE o.key = due.key AND j.id = o.job_id
 RETURNING """
     + OPERATION_FACTS
-    + """, o.args, o.has_lookup, o.if_unknown, o.idempotent_for, o.absent_from,
+    + """, o.args, o.trace, o.has_lookup, o.if_unknown, o.idempotent_for, o.absent_from,
           o.reconcile_attempts, j.tenant, j.task, clock_timestamp() AS asked_at, {s}.sendable(o) AS sendable,
           coalesce(o.absent_from <= clock_timestamp(), false) AS past_deadline, {async} AS a
 """

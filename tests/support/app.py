@@ -11,3 +11,7 @@ from tests.support.tasks import create_app
 
 app = create_app(json.loads(os.environ[CONF_VARIABLE]))
 install_deaths()
+if "SAFE_EFFECTS_TEST_SPANS" in os.environ:
+    from tests.support.spans import write_spans
+
+    write_spans(app, os.environ["SAFE_EFFECTS_TEST_SPANS"])

@@ -105,6 +105,7 @@ CREATE TABLE {schema}.operation (
     fence               bigint NOT NULL,
     nonce               uuid NOT NULL,
     process             text,
+    trace               text,
     args                json,
     args_digest         text NOT NULL,
     provider_ref        text CHECK (provider_ref <> ''),
