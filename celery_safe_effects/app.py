@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,6 +27,7 @@ from .glue import gate, periodic, threads, worker
 from .glue.announce import Announcer
 from .glue.many import Many
 from .glue.publish import Publisher
+from .glue.stopping import Stopping
 from .glue.task import SafeTask, keep_built_ins_plain
 from .glue.teller import Teller
 from .limits import Limits
@@ -54,8 +56,10 @@ class SafeEffects:
         self._store: Store | None = None
         self._admission: Admission | None = None
         self._keeper: LeaseKeeper | None = None
+        self._making = threading.Lock()
         self._kept: list[Any] = []
         self.timer: Any = None
+        self.stopping = Stopping()
         self.express: list[str] = []
         """The queues whose express lanes this worker consumes."""
         self._owner: tuple[int, str, str] = (0, "", "")
@@ -86,9 +90,10 @@ class SafeEffects:
         periodic.install(self, app)
         app.steps["worker"].add(worker.make_step(self))
         app.steps["consumer"].add(gate.make_gate(self))
+        app.steps["consumer"].add(worker.make_consumer_step(self))
         self._connect_signals(app)
 
-    def call_later(self, seconds: float, call: Callable[[], None]) -> None:
+    def call_later(self, seconds: float, call: Callable[[], Any]) -> None:
         """Call something in the worker's own event loop; without a worker, never."""
         if self.timer is not None:
             self.timer.call_after(seconds, call)
@@ -118,11 +123,11 @@ class SafeEffects:
 
         def on_exit(**_: Any) -> None:
             """What is not settled would be delivered once more."""
-            if self._keeper is not None:
-                self._keeper.flush()
+            self.flush()
 
-        for receiver in (on_setup, on_told, on_retried, on_exit):
+        for receiver in (on_setup, on_told, on_retried, on_exit, self.stopping.begin):
             self.keep(receiver)
+        celery_signals.worker_shutting_down.connect(self.stopping.begin, weak=False)
         celery_signals.task_retry.connect(on_retried, weak=False)
         celery_signals.worker_process_shutdown.connect(on_exit, weak=False)
         celery_signals.worker_shutdown.connect(on_exit, weak=False)
@@ -158,7 +163,7 @@ class SafeEffects:
     def store(self) -> Store:
         """The database, opened at its first use in each process."""
         if self._store is None:
-            self._store = Store(self.config)
+            self._store = Store(self.config, alone=lambda: self.prefork)
         return self._store
 
     @property
@@ -173,7 +178,10 @@ class SafeEffects:
     def keeper(self) -> LeaseKeeper:
         """The leases of this process."""
         if self._keeper is None:
-            self._keeper = LeaseKeeper(self.store, self.config.heartbeat_interval, self._on_lost, self._on_late)
+            with self._making:  # two threads of a pool may ask at once
+                if self._keeper is None:
+                    own = Store(self.config, natively=True)
+                    self._keeper = LeaseKeeper(own, self.config.heartbeat_interval, self._on_lost, self._on_late)
         return self._keeper
 
     @property
@@ -233,6 +241,12 @@ class SafeEffects:
         """Close this process's connections; they open again when needed."""
         if self._store is not None:
             self._store.connections.close()
+
+    def flush(self) -> None:
+        """Write what is noted only: an end that is not settled would be delivered once more."""
+        if self._keeper is not None:
+            self._keeper.flush(self.store)
+            self._keeper.speak()
 
     def task_names(self) -> list[str]:
         """The names of the app's SafeTasks."""

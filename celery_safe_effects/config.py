@@ -18,6 +18,8 @@ from .limits import Limits
 PREFIX: Final = "safe_effects_"
 RISKS: Final = ("fsync_off", "synchronous_commit_off", "isolation_level")
 """The doctor's findings that refuse a worker's start unless they are accepted."""
+CONNECTIONS_ALONE, CONNECTIONS_SHARED = 2, 10
+"""Connections of a process, one of them for its heartbeat, unless a setting says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Config:
         max_payload: bytes of an encoded message.
         fair: whether tenants with few queued jobs pass another's backlog.
         strict_durability: every commit waits for the disk.
-        max_connections: connections a process.
+        max_connections: connections a process, one of them the heartbeat's; ``None``: see :meth:`connections`.
         accept_risks: codes of :data:`RISKS` that do not refuse a worker's start.
     """
 
@@ -75,9 +77,19 @@ class Config:
     consume: bool = True
     max_payload: int = 1_000_000
     strict_durability: bool = False
-    max_connections: int = 2
+    max_connections: int | None = None
     accept_risks: tuple[str, ...] = ()
     fair: bool = True
+
+    def connections(self, alone: bool) -> int:
+        """Connections of a process for everything but the renewal of its leases, which has one of its own.
+
+        Arguments:
+            alone: whether it does one thing at a time, as a prefork child does. Elsewhere (threads, greenlets, web
+                servers) connections are opened as they are needed, up to the number that this returns.
+        """
+        whole = self.max_connections or (CONNECTIONS_ALONE if alone else CONNECTIONS_SHARED)
+        return whole - 1
 
 
 def _number(key: str, value: Any, *, least: float = 0.0) -> float:
@@ -92,6 +104,12 @@ def _count(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{key} must be a whole number of at least 1, not {value!r}")
     return value
+
+
+def _connections(key: str, value: Any) -> int:
+    if _count(key, value) < CONNECTIONS_ALONE:
+        raise ConfigurationError(f"{key} must be at least 2, not {value!r}: one connection is the heartbeat's alone")
+    return int(value)
 
 
 def _flag(key: str, value: Any) -> bool:
@@ -171,7 +189,7 @@ _READERS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "max_payload": _count,
     "strict_durability": _flag,
     "fair": _flag,
-    "max_connections": _count,
+    "max_connections": _connections,
     "accept_risks": _risks,
 }
 

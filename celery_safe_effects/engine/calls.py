@@ -29,7 +29,7 @@ from ..store.hot import STORE_ERRORS, Intent, Row
 from ..values import Operation, Outcome
 from . import deadline, failures, loop, outcomes, process
 from .admission import too_many_operations
-from .lease import clock
+from .lease import Moment, clock
 from .outcomes import classify, outcome_of
 from .tracing import Span
 
@@ -201,14 +201,14 @@ class Call:
         self._span = job.hooks.tracing.effect(job, effect, intent)
         intent = self.intent = intent._replace(trace=self._span.trace)
         job.unrecorded[self.nonce] = intent.key
-        started = clock()
-        self._expires = started + options.deadline if options.deadline and not options.repeatable else None
+        sent = Moment()
         kill = options.deadline if job.prefork and options.kill_at_deadline and not options.repeatable else None
         self._alarm.enter_context(job.hooks.armed(kill))
         try:
-            live, row = job.store.intent(job.lease, intent, self.nonce, process.identity(), job.held.trusted)
+            live, row = job.store.intent(job.lease, intent, self.nonce, process.identity(), job.held.trusted, sent)
         except STORE_ERRORS as exc:
             raise job.lost() from exc
+        self._expires = sent.at + options.deadline if options.deadline and not options.repeatable else None
         if row is None:
             row = self._not_recorded(live)
             if isinstance(row, Outcome):

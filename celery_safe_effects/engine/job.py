@@ -28,7 +28,7 @@ from ..errors import (
 from ..store.hot import STORE_ERRORS, Row, Store
 from ..values import Operation
 from . import deadline, loop
-from .lease import HeldLease, clock
+from .lease import HeldLease, Moment, clock
 from .replay import Recorded
 from .tracing import Tracing
 
@@ -150,10 +150,11 @@ class ActiveJob:
         """
         if self.held.lost:
             raise self.lost()
-        since = clock()
+        sent = Moment()
         rows = self.insist(
             "CHECKPOINT",
             until=self.held.trusted,
+            sending=sent,
             job=self.id,
             token=self.lease.token,
             fence=self.fence,
@@ -161,7 +162,7 @@ class ActiveJob:
         )
         if not rows:
             raise self.lost()
-        self.held.renewed = max(self.held.renewed, since)
+        self.held.renewed = max(self.held.renewed, sent.at)
         if rows[0].cancelled or rows[0].dying:
             self.held.cancelled = self.held.cancelled or rows[0].cancelled
             raise self.cancelled(rows[0])

@@ -13,13 +13,13 @@ import contextvars
 import inspect
 import logging
 import os
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import CancelledError as Cancelled
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
+from .. import native
 from ..errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -110,19 +110,11 @@ def check() -> None:
     Raises:
         ConfigurationError: under gevent's or eventlet's patches.
     """
-    if _patched():
+    if native.threads_are_greenlets():
         raise ConfigurationError(
             "`async def` tasks, effects and lookups need real threads, which gevent and eventlet replace: use the pool "
             "prefork, threads or solo for them"
         )
-
-
-def _patched() -> bool:
-    gevent = sys.modules.get("gevent.monkey")
-    if gevent is not None and gevent.is_module_patched("threading"):
-        return True
-    eventlet = sys.modules.get("eventlet.patcher")
-    return eventlet is not None and bool(eventlet.is_monkey_patched("thread"))
 
 
 def _process_loop() -> Loop:

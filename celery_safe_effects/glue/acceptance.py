@@ -33,7 +33,7 @@ from ..store.enlist import Enlisted
 from ..store.statements import ACCEPTED_COLUMNS
 from ..values import seconds
 from . import routing
-from .envelope import MARK, Envelope, Mark
+from .envelope import MARK, Envelope, Mark, stamps_of
 from .task import runs_needed
 
 if TYPE_CHECKING:
@@ -196,6 +196,7 @@ class Acceptance:
             ),
             "envelope": data,
             "settle": envelope.needs_settling,
+            "stamps": stamps_of(envelope.headers),
             "fair": self.safe.config.fair and routing.is_by_name(self.app, envelope.options),
         }
         return Candidate(envelope, params)

@@ -67,8 +67,14 @@ RELIED_UPON: Final = (
     Reliance("celery.worker.request:Request", "cancel", "request: given up by the worker"),
     Reliance("celery.worker.request:Request", "terminate", "request: revoke(terminate=True)"),
     Reliance("celery.worker.request:Request", "maybe_expire", "request: the database judges expiry"),
-    Reliance("celery.worker.state", "should_stop", "execution: a stop of the worker costs no attempt"),
-    Reliance("celery.worker.state", "should_terminate", "execution, request: the same"),
+    Reliance("celery.worker.state", "should_stop", "stopping: a stop of the worker costs no attempt"),
+    Reliance("celery.worker.state", "should_terminate", "stopping, request: the same"),
+    Reliance("celery.worker.worker:WorkController", "wait_for_soft_shutdown", "worker: a cold stop begins with it"),
+    Reliance("billiard.common", "_should_have_exited", "stopping: a child was told to end by a signal"),
+    Reliance("celery.worker.pidbox:Pidbox.__init__()", "node", "revoke: our commands come before Celery's"),
+    Reliance("celery.worker.consumer.control:Control.__init__()", "box", "revoke: the step that has the mailbox"),
+    Reliance("kombu.pidbox:Node", "handlers", "revoke: the commands that a worker hears"),
+    Reliance("celery.worker.control:Panel", "data", "revoke: Celery's own commands"),
 )
 
 

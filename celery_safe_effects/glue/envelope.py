@@ -158,3 +158,19 @@ def arguments_digest(task: str, args: Any, kwargs: Any) -> str | None:
         return canonical.fingerprint([task, list(args or ()), dict(kwargs or {})])
     except (TypeError, ValueError):
         return None
+
+
+def stamps_of(headers: Mapping[str, Any]) -> str | None:
+    """A message's stamps as the row keeps them, so that a revoke by stamp finds it; ``None`` where there are none."""
+    values = headers.get("stamps") or {}
+    found = stamps({name: values.get(name) for name in headers.get("stamped_headers") or ()})
+    return json.dumps(found) if found else None
+
+
+def stamps(values: Mapping[str, Any]) -> list[str]:
+    """Stamps as texts that are equal where they are: one for each header and value."""
+    found: set[str] = set()
+    for name, value in values.items():
+        many = value if isinstance(value, (list, tuple, set, frozenset)) else [value]
+        found.update(canonical.encode([name, one]) for one in many if one is not None)
+    return sorted(found)

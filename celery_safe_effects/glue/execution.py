@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from uuid import uuid4
 
 from celery.app.task import Context
-from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
-from celery.worker import state as worker_state
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, WorkerShutdown, WorkerTerminate
 from kombu.exceptions import EncodeError
 
 from .. import canonical, signals
@@ -20,7 +19,7 @@ from ..engine import current, failures, loop, outcomes, process
 from ..engine.admission import OPERATIONS_LIMIT
 from ..engine.calls import intent_options
 from ..engine.job import ActiveJob, RetryOver
-from ..engine.lease import clock
+from ..engine.lease import Moment, clock
 from ..engine.outcomes import classify, outcome_of
 from ..errors import (
     Deferred,
@@ -129,22 +128,33 @@ class Execution:
                 # Whatever ails the database says nothing about the job: its row is the recovery.
                 logger.error("job %s is left to the sweep: %s", self.id, exc.__cause__)
                 raise Ignore(f"job {self.id} is left to the sweep") from exc
+            except Exception:
+                raise
+            except BaseException as exc:
+                if self.safe.prefork or self.request.is_eager or isinstance(exc, (WorkerShutdown, WorkerTerminate)):
+                    raise
+                # A killed greenlet, a time limit of gevent's, a body that exits in a thread: the row says what becomes
+                # of the job. The other pools take such an exception for a success, or lose the message.
+                logger.warning("the run of job %s was ended by %r", self.id, exc)
+                raise Ignore(f"the run of job {self.id} was ended") from exc
 
     def _deliver(self, digest: str | None, alarm: ExitStack) -> Any:
         token, nonce = uuid4(), uuid4()
-        row, since = self._claim(digest, token, nonce, alarm)
-        if row is None or row.lease_token != token or row.status != JobStatus.RUNNING:
-            return self._not_claimed(row)
-        self.request.retries = row.retries
-        held = self.safe.keeper.hold(Lease(self.id, token, row.fence, self.owner), self._ttl(), since)
+        held = self.safe.keeper.hold(Lease(self.id, token, 0, self.owner), self._ttl())
         recorded = None
-        # The fence never shrinks; attempts do, by an operator's retry or a deferral.
-        if row.fence > 1 and not self.whole_body:
-            try:
-                recorded = self._insist("RECORDED", until=held.trusted, id=self.id)
-            except BaseException:
+        try:
+            row, since = self._claim(digest, token, nonce, alarm)
+            if row is None or row.lease_token != token or row.status != JobStatus.RUNNING:
                 self.safe.keeper.drop(held)
-                raise
+                return self._not_claimed(row)
+            held.claimed(row.fence, since)
+            self.request.retries = row.retries
+            # The fence never shrinks; attempts do, by an operator's retry or a deferral.
+            if row.fence > 1 and not self.whole_body:
+                recorded = self._insist("RECORDED", until=held.trusted, id=self.id)
+        except BaseException:
+            self.safe.keeper.drop(held)
+            raise
         job = ActiveJob(
             self.store,
             held,
@@ -251,12 +261,13 @@ class Execution:
         """
         options = self.task._body_effect().options if self.whole_body else None
         kill = options.deadline if options and self.safe.prefork and options.kill_at_deadline else None
+        sent = Moment()
         while True:
             alarm.close()
             alarm.enter_context(self.safe.hooks.armed(kill))
-            since = clock()
             try:
-                return self.store.row(statement, **params), since
+                rows = self.store.send(statement, params, sent)
+                return rows[0] if rows else None, sent.at
             except (*STORE_ERRORS, *RETRYABLE) as exc:
                 if self.mark is not None and not isinstance(exc, RETRYABLE):
                     raise _PutOff from exc
@@ -425,12 +436,12 @@ class Execution:
             tell = Retry(exc=job.not_happened, when=delay)
             return _Conclusion("again", "not_happened", error=failures.to_json(exc), delay=delay, tell=tell, value=exc)
         if not isinstance(exc, Exception):
-            # The process is being ended: between two effects the body may run again. A stop of the worker costs no
-            # attempt; a body that ends its process by itself must not do so for ever.
-            if worker_state.should_stop is not None or worker_state.should_terminate is not None:
+            # The process, or this greenlet, is being ended: between two effects the body may run again. A stop of the
+            # worker costs no attempt; a body that ends its process by itself must not do so for ever.
+            if self.safe.stopping.now():
                 return _Conclusion("queued", "stopped", refund=1, tell=exc)
-            delay = self._backoff(job)
-            return _Conclusion("again", "stopped", error=failures.to_json(exc), delay=delay, tell=exc, value=exc)
+            ended, delay = failures.to_json(exc), self._backoff(job)
+            return _Conclusion("again", _ended_by(exc), error=ended, delay=delay, tell=exc, value=exc)
         reason = OPERATIONS_LIMIT if getattr(exc, "reason", None) == OPERATIONS_LIMIT else "error"
         return _Conclusion("failed", reason, error=failures.to_json(exc), tell=exc)
 
@@ -722,6 +733,12 @@ def _interrupts(exc: BaseException | None) -> bool:
     return exc is not None and (
         isinstance(exc, SoftTimeLimitExceeded) or not (isinstance(exc, Exception) or failures.find(exc, ours))
     )
+
+
+def _ended_by(exc: BaseException) -> str:
+    """A short name for what ended a run."""
+    names = {cls.__name__ for cls in type(exc).__mro__}
+    return "time_limit" if "Timeout" in names else "terminated" if "GreenletExit" in names else "stopped"
 
 
 def _json_or_none(value: Any) -> str | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OF_ITS_OWN = 3
-"""Connections of a prefork worker's main process: sweep, reconciliation, and this."""
+"""Connections of a worker's main process for itself: sweep, reconciliation, and this."""
 
 
 class Presence(threading.Thread):
@@ -52,14 +52,18 @@ class Presence(threading.Thread):
         pool = str(getattr(self.worker.pool_cls, "__module__", self.worker.pool_cls)).rpartition(".")[2]
         concurrency = int(self.worker.concurrency or 1)
         config = self.safe.config
-        processes = concurrency if pool == "prefork" else 0
+        here = config.connections(alone=False)
+        if pool == "prefork":
+            connections = concurrency * (config.connections(alone=True) + 1) + min(OF_ITS_OWN, here)
+        else:
+            connections = min(concurrency + OF_ITS_OWN, here) + 1
         return {
             "node": self.worker.hostname,
             "pid": os.getpid(),
             "version": importlib.metadata.version("celery-safe-effects"),
             "pool": pool,
             "concurrency": concurrency,
-            "connections": processes * config.max_connections + min(OF_ITS_OWN, config.max_connections),
+            "connections": connections,
             "queues": sorted(self.worker.app.amqp.queues.consume_from),
         }
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from billiard.common import TERM_SIGNAME
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import Terminated
+from celery.concurrency.prefork import TaskPool as Prefork
 from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.platforms import signals
 from celery.utils.time import rate
 from celery.worker import state
 from celery.worker.request import Request
@@ -120,23 +123,41 @@ class SafeRequest(Request):
         self._leave("time_limit")
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
-        """Celery gives the task up, after a lost connection for instance: the attempt is over."""
-        if self.time_start:
-            self._leave("worker_cancelled")
-            pool.terminate_job(self.worker_pid, signal)
-        self._already_cancelled = True
-        self._end_apply(signal)
+        """Celery gives the task up, after a lost connection or in a cold stop: the attempt is over."""
+        if self._end_run(pool, signal, "worker_cancelled"):
+            self._already_cancelled = True
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
-        """``revoke(terminate=True)``: cancel the job, then end its process."""
+        """``revoke(terminate=True)``: cancel the job, then end what runs it."""
         if not self.time_start:
             super().terminate(pool, signal)
             return
         self._cancel_job("revoked")
-        self._leave("terminated")
-        pool.terminate_job(self.worker_pid, signal)
-        self._already_revoked = True
-        self._end_apply(signal)
+        if self._end_run(pool, signal, "terminated"):
+            self._already_revoked = True
+
+    def _end_run(self, pool: Any, signal: Any, reason: str) -> bool:
+        """End the attempt and what runs it. A greenlet, which is asked to end, says itself how far it has come.
+
+        Returns:
+            whether it ends: nobody can end a thread, or the main process.
+        """
+        signal = signals.signum(signal or TERM_SIGNAME)
+        if self.time_start:
+            if isinstance(pool, Prefork):
+                self._leave(reason)
+            try:
+                pool.terminate_job(self.worker_pid, signal)
+            except NotImplementedError:
+                logger.warning(
+                    "job %s cannot be ended in this pool; it goes on until its next effect or checkpoint, or its end",
+                    self.id,
+                )
+                return False
+        obj = self._apply_result() if self._apply_result is not None else None
+        if obj is not None:
+            obj.terminate(signal)
+        return True
 
     def revoked(self) -> bool:
         """As Celery's; but an end that Celery was not told goes to the pool all the same."""
@@ -144,6 +165,7 @@ class SafeRequest(Request):
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         """A revoke before the start cancels the row, and what the row then says is told."""
+        self._persist()  # what is revoked must have a row that says so, or another worker would run it
         self._cancel_job(reason)
         try:
             row = self._safe.store.row("JOB", id=self.id)
@@ -161,11 +183,6 @@ class SafeRequest(Request):
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _end_apply(self, signal: Any) -> None:
-        obj = self._apply_result() if self._apply_result is not None else None
-        if obj is not None:
-            obj.terminate(signal)
-
     def _cancel_job(self, reason: str) -> None:
         try:
             self._safe.store.rows("CANCEL", id=self.id, reason=reason, actor=self._actor)
@@ -176,15 +193,16 @@ class SafeRequest(Request):
         """Fence the attempt and release or park the job; what cannot be written now, the lease's end will do."""
         self._left = True
         safe = self._safe
-        owner = f"{self.hostname}/{self.worker_pid}/"
+        stopped = reason == "worker_cancelled" and safe.stopping.now()
         try:
             rows = safe.store.rows(
                 "LOST",
                 id=self.id,
-                owner=owner,
-                wish="again",
-                reason=reason,
-                delay=BACKOFF,
+                owner=f"{self.hostname}/{self.worker_pid}/",
+                wish="queued" if stopped else "again",
+                reason="stopped" if stopped else reason,
+                refund=1 if stopped else 0,
+                delay=0.0 if stopped else BACKOFF,
                 max_delay=MAX_BACKOFF,
                 actor=self._actor,
             )

@@ -6,7 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from celery import states
+from celery import signals, states
 
 from ..states import UNKNOWN_STATE, JobStatus
 
@@ -56,7 +56,9 @@ class Teller:
             if not _ignores_result(task, request):
                 task.backend.mark_as_revoked(job_id, reason, request=request, store_result=True)
             expired = reason == "expired"
-            self._event(task, request, "task-revoked", uuid=job_id, terminated=False, signum=None, expired=expired)
+            how = {"terminated": False, "signum": None, "expired": expired}
+            self._event(task, request, "task-revoked", uuid=job_id, **how)
+            signals.task_revoked.send(sender=task, request=request, **how)
         except Exception:
             logger.warning("REVOKED of job %s could not be shown; it is delivered again", job_id, exc_info=True)
             return

@@ -38,6 +38,7 @@ def make_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
 
         def start(self, worker: Any) -> None:
             safe.timer = worker.timer
+            _tell_of_a_cold_stop(safe, worker)
             self.threads = [
                 StandIn(safe, worker.hostname, "sweep"),
                 StandIn(safe, worker.hostname, "reconcile"),
@@ -48,12 +49,43 @@ def make_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
                 thread.start()
 
         def stop(self, worker: Any) -> None:
+            safe.stopping.begin()
             for thread in self.threads:
                 thread.stop()
 
-        terminate = stop
+        def terminate(self, worker: Any) -> None:
+            self.stop(worker)
+            safe.flush()  # a cold stop sends no `worker_shutdown`
 
     return SafeEffectsStep
+
+
+def make_consumer_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
+    """The consumer step of one app."""
+
+    class SafeEffectsConsumerStep(bootsteps.StartStopStep):
+        """Hears ``revoke`` before Celery does."""
+
+        requires = ("celery.worker.consumer.control:Control",)
+        name = "safe_effects_control"
+
+        def start(self, consumer: Any) -> None:
+            from .revoke import install
+
+            install(safe, consumer)
+
+    return SafeEffectsConsumerStep
+
+
+def _tell_of_a_cold_stop(safe: SafeEffects, worker: Any) -> None:
+    """A cold stop begins with this call, long before any signal of Celery's says so."""
+    wait = worker.wait_for_soft_shutdown
+
+    def wait_for_soft_shutdown() -> None:
+        safe.stopping.begin()
+        wait()
+
+    worker.wait_for_soft_shutdown = wait_for_soft_shutdown
 
 
 def prepare(safe: SafeEffects, app: Any, hostname: str) -> None:
@@ -80,6 +112,7 @@ def prepare(safe: SafeEffects, app: Any, hostname: str) -> None:
         raise SystemExit(f"celery-safe-effects refuses to start this worker: {exc}") from exc
     finally:
         safe.close()  # nothing is open when the pool forks
+    safe.stopping.share()
     queues = app.amqp.queues
     if config.fair:
         for name, queue in list(queues.consume_from.items()):

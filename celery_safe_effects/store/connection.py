@@ -12,24 +12,74 @@ import os
 import select
 import threading
 import time
-from collections.abc import Generator, Iterator
-from typing import Any, Final, NoReturn, TypeVar
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Final, Protocol, TypeVar
 
 import psycopg
-from psycopg import pq
+from psycopg import generators, pq
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.numeric import Int8Dumper
 
+from .. import native
 from ..address import conninfo_from_url, is_of_django_tests
 from ..errors import StoreUnavailable
 
 CONNECT_TIMEOUT = 5
+APPLICATION: Final = "celery-safe-effects"
+READ, WRITE = 1, 2
+"""What to wait for, by psycopg's numbers; 3 is either."""
 R = TypeVar("R")
-_EVENTS: Final = (0, select.POLLIN, select.POLLOUT, select.POLLIN | select.POLLOUT)
-"""What to wait for, by psycopg's numbers: 1 to read, 2 to write, 3 for either."""
 
 
 class StatementTimeout(psycopg.OperationalError):
     """The server did not answer in time; whether the statement took effect is unknown."""
+
+
+class _Wait(Protocol):
+    """Waits for one file: asked what to wait for and how long, answers what is ready."""
+
+    def __call__(self, wanted: int, seconds: float) -> int: ...
+
+
+def _polling(poll: Any, fileno: int) -> _Wait:
+    """``select.poll()``, which knows no highest file number."""
+    asked = 0
+
+    def wait(wanted: int, seconds: float) -> int:
+        nonlocal asked
+        if wanted != asked:
+            events = (select.POLLIN if wanted & READ else 0) | (select.POLLOUT if wanted & WRITE else 0)
+            (poll.modify if asked else poll.register)(fileno, events)
+            asked = wanted
+        ready = poll.poll(max(0.0, seconds) * 1000)
+        mask = ready[0][1] if ready else 0
+        return (READ if mask & ~select.POLLOUT else 0) | (WRITE if mask & select.POLLOUT else 0)
+
+    return wait
+
+
+def _selecting(fileno: int) -> _Wait:
+    """``select.select()``, for where there is no poll: eventlet takes it away and has this one give way."""
+
+    def wait(wanted: int, seconds: float) -> int:
+        here: list[int] = [fileno]
+        reads, writes, _ = select.select(
+            here if wanted & READ else [], here if wanted & WRITE else [], [], max(0.0, seconds)
+        )
+        return (READ if reads else 0) | (WRITE if writes else 0)
+
+    return wait
+
+
+def _waiting(fileno: int) -> _Wait:
+    """Wait as this process does: under gevent and eventlet, other greenlets run meanwhile."""
+    poll = getattr(select, "poll", None)
+    return _polling(poll(), fileno) if poll is not None else _selecting(fileno)
+
+
+def _waiting_natively(fileno: int) -> _Wait:
+    """Wait as the system does; other threads run meanwhile."""
+    return _polling(native.original("select", "poll")(), fileno)
 
 
 class DeadlineConnection(psycopg.Connection[Any]):
@@ -37,7 +87,6 @@ class DeadlineConnection(psycopg.Connection[Any]):
 
     statement_timeout: float = 5.0
     pooled: bool = False
-    used_at: float = 0.0
 
     def wait(self, gen: Generator[Any, Any, R], interval: float = 0.0, timeout: float | None = None) -> R:
         """As psycopg's, but never longer than the statement timeout."""
@@ -45,19 +94,12 @@ class DeadlineConnection(psycopg.Connection[Any]):
         deadline = time.monotonic() + (self.statement_timeout if timeout is None else timeout)
         try:
             wanted = next(gen)
-            fileno = self.pgconn.socket
-            poll = select.poll()
-            poll.register(fileno, _EVENTS[int(wanted)])
+            wait = self._waiting(self.pgconn.socket)
             while True:
-                ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+                ready = wait(wanted, deadline - time.monotonic())
                 if not ready:
                     self._give_up()
-                mask = ready[0][1]
-                answer = (1 if mask & ~select.POLLOUT else 0) | (2 if mask & select.POLLOUT else 0)
-                state = gen.send(answer)
-                if state != wanted:
-                    wanted = state
-                    poll.modify(fileno, _EVENTS[int(wanted)])
+                wanted = gen.send(ready)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
         except psycopg.Error:
@@ -67,58 +109,138 @@ class DeadlineConnection(psycopg.Connection[Any]):
             self.pgconn.finish()
             raise
 
-    def _give_up(self) -> NoReturn:
+    _waiting = staticmethod(_waiting)
+
+    def _give_up(self) -> None:
+        self._cancel_statement()
+        self.pgconn.finish()
+        raise StatementTimeout(f"no answer from PostgreSQL within {self.statement_timeout:g} s")
+
+    def _cancel_statement(self) -> None:
         with contextlib.suppress(Exception):
             if pq.version() >= 170000:
                 self.cancel_safe(timeout=1.0)
             else:
                 self.pgconn.get_cancel().cancel()
-        self.pgconn.finish()
-        raise StatementTimeout(f"no answer from PostgreSQL within {self.statement_timeout:g} s")
+
+
+class NativeConnection(DeadlineConnection):
+    """A connection of a thread of the system: nothing in it waits for greenlets, or takes a lock that they take."""
+
+    _waiting = staticmethod(_waiting_natively)
+
+    def _cancel_statement(self) -> None:
+        """Not worth a connection of its own: what it waits for is a renewal or a settlement."""
+
+    @classmethod
+    def open(cls, conninfo: str) -> NativeConnection:
+        """Connect, host by host.
+
+        Raises:
+            psycopg.OperationalError: when none of them takes it in time.
+        """
+        last: psycopg.Error | None = None
+        for attempt in _hosts(make_conninfo(conninfo, application_name=APPLICATION)):
+            try:
+                conn = cls(cls._connect(generators.connect(attempt)))
+            except psycopg.Error as exc:
+                last = exc
+                continue
+            conn.autocommit = True
+            return conn
+        raise last if last is not None else psycopg.OperationalError("there is no host to connect to")
+
+    @staticmethod
+    def _connect(gen: Generator[Any, Any, Any]) -> Any:
+        deadline = time.monotonic() + CONNECT_TIMEOUT
+        try:
+            fileno, wanted = next(gen)
+            while True:
+                # The socket may be another one at each step.
+                ready = _waiting_natively(fileno)(wanted, deadline - time.monotonic())
+                if not ready:
+                    raise psycopg.errors.ConnectionTimeout("connection timeout expired")
+                fileno, wanted = gen.send(ready)
+        except StopIteration as done:
+            return done.value
+        finally:
+            gen.close()
+
+
+def _hosts(conninfo: str) -> Iterator[str]:
+    """One conninfo for each host: libpq, driven step by step, has no time limit for any one of them."""
+    params = conninfo_to_dict(conninfo)
+    lists = {name: str(params[name]).split(",") for name in ("host", "hostaddr", "port") if params.get(name)}
+    for number in range(max((len(many) for many in lists.values()), default=1)):
+        yield make_conninfo("", **{**params, **{name: many[number % len(many)] for name, many in lists.items()}})
+
+
+class _Opener:
+    """Opens connections that look alike.
+
+    Arguments:
+        url: the database URL.
+        statement_timeout: seconds.
+        prepare: prepared statements: ``"on"``, ``"off"`` or ``"detected"`` (off behind a transaction-mode pooler).
+    """
+
+    def __init__(self, url: str, *, statement_timeout: float, prepare: str) -> None:
+        self.conninfo = conninfo_from_url(url)
+        self.keep = not is_of_django_tests(url)
+        self.statement_timeout = statement_timeout
+        self.prepare = prepare
+
+    def open(self, natively: bool = False) -> DeadlineConnection:
+        try:
+            conn = NativeConnection.open(self.conninfo) if natively else self._open()
+            self._set_up(conn)
+        except psycopg.OperationalError as exc:
+            raise StoreUnavailable(
+                f"cannot connect to PostgreSQL: {str(exc).strip()}; check safe_effects_database_url"
+            ) from exc
+        return conn
+
+    def _open(self) -> DeadlineConnection:
+        return DeadlineConnection.connect(
+            self.conninfo, autocommit=True, connect_timeout=CONNECT_TIMEOUT, application_name=APPLICATION
+        )
+
+    def _set_up(self, conn: DeadlineConnection) -> None:
+        conn.statement_timeout = self.statement_timeout
+        # One wire type for every integer, so that a statement has one prepared form.
+        conn.adapters.register_dumper(int, Int8Dumper)
+        if self.prepare == "off":
+            conn.prepare_threshold = None
+            return
+        conn.prepare_threshold = 0
+        if self.prepare == "detected":
+            row = conn.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
+            # A pooler hands out a key of its own instead of the backend's process id.
+            if row is None or row[0] != conn.info.backend_pid:
+                conn.prepare_threshold = None
+                conn.pooled = True
 
 
 class Connections:
     """A small pool of connections for one process at a time.
 
     Arguments:
-        url: the database URL.
-        limit: the most connections that a process opens; a caller waits for a free one.
-        statement_timeout: seconds.
-        prepare: prepared statements: ``"on"``, ``"off"`` or ``"detected"`` (off behind a transaction-mode pooler).
+        limit: asked once in each process: the most connections that it opens; a caller waits for a free one.
+        url, statement_timeout, prepare: what each of them is.
     """
 
-    def __init__(self, url: str, *, limit: int, statement_timeout: float, prepare: str) -> None:
-        self.conninfo = conninfo_from_url(url)
-        self.keep = not is_of_django_tests(url)
-        self.limit = limit
+    def __init__(self, url: str, *, limit: Callable[[], int], statement_timeout: float, prepare: str) -> None:
+        self.opener = _Opener(url, statement_timeout=statement_timeout, prepare=prepare)
         self.statement_timeout = statement_timeout
-        self.prepare = prepare
+        self._ask_limit = limit
         self._reset()
 
     def _reset(self) -> None:
         self._pid = os.getpid()
+        self.limit = self._ask_limit()
         self._idle: list[DeadlineConnection] = []
         self._slots = threading.BoundedSemaphore(self.limit)
         self._lock = threading.Lock()
-
-    def _open(self) -> DeadlineConnection:
-        conn = DeadlineConnection.connect(
-            self.conninfo, autocommit=True, connect_timeout=CONNECT_TIMEOUT, application_name="celery-safe-effects"
-        )
-        conn.statement_timeout = self.statement_timeout
-        # One wire type for every integer, so that a statement has one prepared form.
-        conn.adapters.register_dumper(int, Int8Dumper)
-        if self.prepare == "off":
-            conn.prepare_threshold = None
-        else:
-            conn.prepare_threshold = 0
-            if self.prepare == "detected":
-                row = conn.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
-                # A pooler hands out a key of its own instead of the backend's process id.
-                if row is None or row[0] != conn.info.backend_pid:
-                    conn.prepare_threshold = None
-                    conn.pooled = True
-        return conn
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[DeadlineConnection]:
@@ -133,22 +255,18 @@ class Connections:
         slots = self._slots
         if not slots.acquire(timeout=self.statement_timeout):
             raise StoreUnavailable(
-                f"all {self.limit} connections of this process are busy; raise safe_effects_max_connections"
+                f"all {self.limit} connections of this process were busy for {self.statement_timeout:g} s; raise "
+                "safe_effects_max_connections, or lower the worker's concurrency"
             )
         try:
             with self._lock:
                 conn = self._idle.pop() if self._idle else None
             if conn is None or conn.closed:
-                try:
-                    conn = self._open()
-                except psycopg.OperationalError as exc:
-                    raise StoreUnavailable(
-                        f"cannot connect to PostgreSQL: {str(exc).strip()}; check safe_effects_database_url"
-                    ) from exc
+                conn = self.opener.open()
             try:
                 yield conn
             finally:
-                if not self.keep:
+                if not self.opener.keep:
                     conn.close()
                 elif not conn.closed and not conn.broken:
                     with self._lock:
@@ -165,3 +283,39 @@ class Connections:
             idle, self._idle = self._idle, []
         for conn in idle:
             conn.close()
+
+
+class OwnConnection:
+    """The one connection of a thread of the system, which waits for nobody else's.
+
+    Arguments:
+        url, statement_timeout, prepare: as for :class:`Connections`.
+    """
+
+    def __init__(self, url: str, *, statement_timeout: float, prepare: str) -> None:
+        self.opener = _Opener(url, statement_timeout=statement_timeout, prepare=prepare)
+        self._pid = os.getpid()
+        self._conn: DeadlineConnection | None = None
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[DeadlineConnection]:
+        """The connection, opened again if it is broken. For one thread alone.
+
+        Raises:
+            StoreUnavailable: when it cannot be made.
+        """
+        if self._conn is None or self._pid != os.getpid() or self._conn.closed or self._conn.broken:
+            self._pid = os.getpid()
+            self._conn = None
+            self._conn = self.opener.open(natively=True)
+        try:
+            yield self._conn
+        finally:
+            if not self.opener.keep:
+                self.close()
+
+    def close(self) -> None:
+        """Close it."""
+        if self._conn is not None and self._pid == os.getpid():
+            self._conn.close()
+        self._conn = None

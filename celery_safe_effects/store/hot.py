@@ -20,7 +20,7 @@ from ..address import quote_schema
 from ..config import Config
 from ..errors import ConfigurationError, SchemaMismatch, StoreUnavailable
 from . import migrate, statements
-from .connection import Connections, DeadlineConnection
+from .connection import Connections, DeadlineConnection, OwnConnection
 from .enlist import Enlisted
 
 Row = Any
@@ -84,16 +84,18 @@ class Store:
 
     Arguments:
         config: the validated settings.
+        alone: whether this process does one thing at a time; asked once in each process.
+        natively: for one thread of the system alone, with a connection of its own that waits for no greenlet.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, alone: Callable[[], bool] = lambda: False, natively: bool = False) -> None:
         self.config = config
         self._here: set[tuple[str, int, str]] = set()
-        self.connections = Connections(
-            config.database_url,
-            limit=config.max_connections,
-            statement_timeout=config.statement_timeout,
-            prepare=config.prepare,
+        how: dict[str, Any] = {"statement_timeout": config.statement_timeout, "prepare": config.prepare}
+        self.connections: Connections | OwnConnection = (
+            OwnConnection(config.database_url, **how)
+            if natively
+            else Connections(config.database_url, limit=lambda: config.connections(alone()), **how)
         )
         schema = quote_schema(config.schema)
         commit = "NULL::text" if config.strict_durability else "set_config('synchronous_commit', 'off', true)"
@@ -106,7 +108,15 @@ class Store:
     # -- running statements -------------------------------------------------------------------------------------------
 
     def rows(self, statement: str, /, **params: Any) -> list[Row]:
+        """Run a statement once and return its rows; :meth:`send` says what it raises."""
+        return self.send(statement, params)
+
+    def send(self, statement: str, params: dict[str, Any], sending: Callable[[], None] | None = None) -> list[Row]:
         """Run a statement once and return its rows.
+
+        Arguments:
+            statement, params: its name, and its values.
+            sending: called when a connection is free and the statement is about to be sent.
 
         Raises:
             StoreUnavailable: when the database cannot be reached.
@@ -114,6 +124,8 @@ class Store:
             psycopg.Error: what the database answered.
         """
         with self.connections.connection() as conn, self._in_our_words(conn):
+            if sending is not None:
+                sending()
             return self._execute(conn, statement, params)
 
     @contextlib.contextmanager
@@ -183,11 +195,20 @@ class Store:
         found = self.rows(statement, **params)
         return found[0] if found else None
 
-    def insist(self, statement: str, /, *, until: Callable[[], bool] | None = None, **params: Any) -> list[Row]:
+    def insist(
+        self,
+        statement: str,
+        /,
+        *,
+        until: Callable[[], bool] | None = None,
+        sending: Callable[[], None] | None = None,
+        **params: Any,
+    ) -> list[Row]:
         """Run a statement that may be repeated, waiting for the database as long as ``until`` says true.
 
         Arguments:
             until: asked before each repetition; ``None`` waits for ever.
+            sending: called before each time that it is sent.
 
         Raises:
             StoreUnavailable: when ``until`` said no.
@@ -195,7 +216,7 @@ class Store:
         pause = 0.05
         while True:
             try:
-                return self.rows(statement, **params)
+                return self.send(statement, params, sending)
             except RETRYABLE as exc:
                 if until is not None and not until():
                     if isinstance(exc, StoreUnavailable):
@@ -250,14 +271,15 @@ class Store:
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
-    def renew(self, leases: Sequence[tuple[Lease, float]]) -> dict[UUID, bool]:
+    def renew(self, leases: Sequence[tuple[Lease, float]]) -> dict[UUID, Row]:
         """Renew leases in one statement.
 
         Arguments:
             leases: each with its ttl in seconds.
 
         Returns:
-            for each lease token still held, whether a cancel was requested; a token that is absent is lost.
+            for each lease token still held, whether it is ``renewed`` (not, while somebody else has its row locked),
+            and whether a cancel was requested (``cancelled``); a token that is absent is lost.
         """
         rows = self.rows(
             "RENEW",
@@ -266,7 +288,7 @@ class Store:
             fences=[lease.fence for lease, _ in leases],
             ttls=[ttl for _, ttl in leases],
         )
-        return {row.lease_token: row.cancelled for row in rows}
+        return {row.lease_token: row for row in rows}
 
     def settle(self, ended: Iterable[tuple[str, int]]) -> None:
         """Record that Celery has been told of these ends: pairs of job id and fence."""
@@ -277,7 +299,13 @@ class Store:
     # -- intents and outcomes -----------------------------------------------------------------------------------------
 
     def intent(
-        self, lease: Lease, intent: Intent, nonce: UUID, process: str, until: Callable[[], bool]
+        self,
+        lease: Lease,
+        intent: Intent,
+        nonce: UUID,
+        process: str,
+        until: Callable[[], bool],
+        sending: Callable[[], None] | None = None,
     ) -> tuple[bool, Row | None]:
         """Record an intent.
 
@@ -288,6 +316,7 @@ class Store:
         row = self.insist(
             "INTENT_REPEATABLE" if intent.repeatable else "INTENT",
             until=until,
+            sending=sending,
             job=lease.job,
             token=lease.token,
             fence=lease.fence,

@@ -49,6 +49,7 @@ ACCEPTED_COLUMNS: Final = {
     "id": "text", "task": "text", "tenant": "text", "pool": "text", "queue": "text", "priority": "smallint",
     "key": "text", "digest": "text", "parent": "text", "retries": "integer", "eta": "timestamptz",
     "expires": "timestamptz", "limits": "jsonb", "envelope": "bytea", "settle": "boolean", "fair": "boolean",
+    "stamps": "jsonb",
 }  # fmt: skip
 """What ACCEPT is told of each job; the rest of its parameters is said once for all of them."""
 _COLUMNS: Final = ", ".join(ACCEPTED_COLUMNS)
@@ -59,7 +60,7 @@ _COLUMNS: Final = ", ".join(ACCEPTED_COLUMNS)
 _ACCEPT: Final = """
 INSERT INTO {s}.job AS j (id, task, tenant, pool, queue, express, priority, idempotency_key, args_digest, parent_id,
     retries, max_attempts, attempts_fixed, eta, run_after, expires_at, gives_up_at, envelope, settle, created_by,
-    next_publish_at, published_at, publishes)
+    stamps, next_publish_at, published_at, publishes)
 SELECT r.id, r.task, r.tenant, r.pool,
     CASE WHEN r.express AND NOT r.later THEN {s}.express_of(r.queue) ELSE r.queue END,
     CASE WHEN r.fair THEN r.express AND NOT r.later END,
@@ -68,6 +69,7 @@ SELECT r.id, r.task, r.tenant, r.pool,
     r.limits ? 'attempts_fixed' OR r.given -> 'max_attempts' IS DISTINCT FROM r.limits -> 'max_attempts',
     r.eta, r.eta, r.expires,
     clock_timestamp() + (r.given ->> 'max_age')::float8 * interval '1 second', r.envelope, r.settle, %(actor)s,
+    r.stamps,
     CASE WHEN r.later THEN r.eta WHEN r.express THEN clock_timestamp()
          ELSE clock_timestamp() + %(due)s::float8 * interval '1 second' END,
     CASE WHEN NOT (r.later OR r.express) AND %(due)s::float8 IS NULL THEN clock_timestamp() END,
@@ -551,14 +553,29 @@ RETURNING j.cancel_requested_at IS NOT NULL AS cancelled,
 """
 
 # 11: all leases of a process in one statement; one that ran out is not revived, and one that is too old not renewed.
+# The fence of a claim whose answer has not been read yet is 0: its token tells it. A row that somebody has locked (a
+# confirmation in the user's own transaction) is left out, so that the other leases do not wait for it.
 RENEW: Final = """
-UPDATE {s}.job j
-   SET lease_until = clock_timestamp() + l.ttl * interval '1 second'
-  FROM unnest(%(ids)s::text[], %(tokens)s::uuid[], %(fences)s::bigint[], %(ttls)s::float8[])
-       AS l (id, token, fence, ttl)
- WHERE j.id = l.id AND j.lease_token = l.token AND j.fence = l.fence AND j.status IN ('leased', 'running')
-   AND j.lease_until > clock_timestamp() AND coalesce(j.gives_up_at > clock_timestamp(), true)
-RETURNING j.id, j.lease_token, j.cancel_requested_at IS NOT NULL AS cancelled, {async} AS a
+WITH l AS MATERIALIZED (
+    SELECT * FROM unnest(%(ids)s::text[], %(tokens)s::uuid[], %(fences)s::bigint[], %(ttls)s::float8[])
+        AS l (id, token, fence, ttl)
+), mine AS MATERIALIZED (
+    SELECT j.id, j.lease_token, j.cancel_requested_at IS NOT NULL AS cancelled, l.ttl
+      FROM l JOIN {s}.job j ON j.id = l.id
+     WHERE j.lease_token = l.token AND l.fence IN (0, j.fence) AND j.status IN ('leased', 'running')
+), free AS MATERIALIZED (
+    SELECT j.id FROM {s}.job j JOIN mine ON j.id = mine.id ORDER BY j.id FOR NO KEY UPDATE OF j SKIP LOCKED
+), renewed AS (
+    UPDATE {s}.job j
+       SET lease_until = clock_timestamp() + mine.ttl * interval '1 second'
+      FROM mine JOIN free ON free.id = mine.id
+     WHERE j.id = mine.id AND j.lease_token = mine.lease_token AND j.status IN ('leased', 'running')
+       AND j.lease_until > clock_timestamp() AND coalesce(j.gives_up_at > clock_timestamp(), true)
+    RETURNING j.id, j.lease_token, j.cancel_requested_at IS NOT NULL AS cancelled
+)
+SELECT r.lease_token, r.cancelled, true AS renewed, {async} AS a FROM renewed r
+UNION ALL
+SELECT m.lease_token, m.cancelled, false, NULL FROM mine m WHERE NOT EXISTS (SELECT FROM free f WHERE f.id = m.id)
 """
 
 # An end that Celery was not told is told by one delivery at a time.
@@ -597,11 +614,13 @@ RETURNING j.id, j.task, j.status, j.reason, j.fence
 """
 )
 # *Death*: the parent saw its child go, or is about to end it. Fences first: nothing of that attempt matches any more.
+# An attempt that the worker's own stop ends, with nothing open, costs none.
 LOST: Final = (
     """
 UPDATE {s}.job j"""
     + _GIVEN_UP_SET
-    + """
+    + """,
+           attempts = j.attempts - CASE WHEN {s}.leaves_to(j, %(wish)s) = 'queued' THEN %(refund)s ELSE 0 END
  WHERE j.id = %(id)s AND j.status IN ('leased', 'running') AND starts_with(j.lease_owner, %(owner)s)
 RETURNING j.id, j.task, j.status, j.reason, j.fence, j.slots
 """
@@ -904,8 +923,7 @@ RETURNING o.key
 """
 
 # Ends at once where nobody works on it; a running job sees it at its next checkpoint or effect.
-CANCEL: Final = """
-UPDATE {s}.job j
+_CANCEL_SET: Final = """
    SET cancel_requested_at = coalesce(j.cancel_requested_at, clock_timestamp()),
        cancel_reason = coalesce(j.cancel_reason, %(reason)s),
        status = CASE WHEN j.status = 'running' THEN j.status ELSE {s}.leaves_to(j, 'cancelled') END,
@@ -913,10 +931,47 @@ UPDATE {s}.job j
        pending_status = CASE WHEN j.status = 'running' THEN j.pending_status ELSE {s}.pending_end(j, 'cancelled') END,
        pending_reason = CASE WHEN j.status = 'running' THEN j.pending_reason ELSE %(reason)s END,
        reason = CASE WHEN j.status = 'running' THEN j.reason ELSE %(reason)s END,
-       actor = %(actor)s
+       actor = %(actor)s"""
+CANCEL: Final = (
+    """
+UPDATE {s}.job j"""
+    + _CANCEL_SET
+    + """
  WHERE j.id = %(id)s AND j.status IN ('queued', 'leased', 'running', 'unknown')
 RETURNING j.id, j.status
 """
+)
+# The same for a revoke, which every worker hears: the first one does it, and each learns which of the ids are jobs.
+_REVOKE: Final = (
+    """
+WITH due AS MATERIALIZED (
+    SELECT j.id FROM {s}.job j
+     WHERE {which} AND j.status IN ('queued', 'leased', 'running', 'unknown') AND j.cancel_requested_at IS NULL
+     ORDER BY j.id FOR NO KEY UPDATE
+), c AS (
+    UPDATE {s}.job j"""
+    + _CANCEL_SET
+    + """
+      FROM due WHERE j.id = due.id RETURNING j.id, j.task, j.status, j.reason, j.fence, j.settled_at, j.envelope
+)"""
+)
+REVOKE: Final = (
+    _REVOKE.replace("{which}", "j.id = ANY (%(ids)s::text[])")
+    + """
+SELECT c.id, c.task, c.status, c.reason, c.fence, c.settled_at IS NOT NULL AS settled, c.envelope, true AS moved FROM c
+UNION ALL
+SELECT j.id, NULL, NULL, NULL, NULL, NULL, NULL, false FROM {s}.job j
+ WHERE j.id = ANY (%(ids)s::text[]) AND NOT EXISTS (SELECT FROM c WHERE c.id = j.id)
+UNION ALL
+SELECT t.id, NULL, NULL, NULL, NULL, NULL, NULL, false FROM {s}.tombstone t WHERE t.id = ANY (%(ids)s::text[])
+"""
+)
+REVOKE_STAMPED: Final = (
+    _REVOKE.replace("{which}", "j.stamps ?| %(stamps)s::text[]")
+    + """
+SELECT c.id, c.task, c.status, c.reason, c.fence, c.settled_at IS NOT NULL AS settled, c.envelope, true AS moved FROM c
+"""
+)
 
 # Attempts start anew; a job with an open question is not retried, it is resolved.
 RETRY: Final = """

@@ -37,6 +37,7 @@ BEGIN
 END $$;
 """
 SWEEP = {"limit": 10, "wish": "again", "reason": "lease_expired", "delay": 0.0, "max_delay": 0.0, "actor": "sweeper"}
+LOST = {**SWEEP, "refund": 0}
 DUE = {"ids": None, "limit": 10, "ahead": 0.0, "settle_tries": 8, "republish": 60.0}
 
 
@@ -139,7 +140,7 @@ def is_claimed_anew(store: Store, sql: Sql, lease: dict[str, Any]) -> None:
 
 
 def is_released(store: Store, sql: Sql, lease: dict[str, Any]) -> None:
-    (row,) = store.rows("LOST", **{**SWEEP, "actor": "parent"}, id="job", owner="a")
+    (row,) = store.rows("LOST", **{**LOST, "actor": "parent"}, id="job", owner="a")
     assert row.status == "queued"
 
 
@@ -232,7 +233,7 @@ def test_fault_36_an_intent_between_the_sweepers_read_and_write(
 def test_fault_36_a_statement_waits_on_the_row_while_an_intent_commits(
     store: Store, sql: Sql, dsn: str, lease: dict[str, Any], statement: str
 ) -> None:
-    params = {**SWEEP, "id": "job", "owner": "a"} if statement == "LOST" else end(lease, "again")
+    params = {**LOST, "id": "job", "owner": "a"} if statement == "LOST" else end(lease, "again")
     waiting = Session(dsn)
     try:
         with psycopg.connect(dsn) as worker:
@@ -256,7 +257,7 @@ def test_fault_36_an_intent_that_waits_on_the_end_of_its_lease_is_refused(
     worker = Session(dsn)
     try:
         with psycopg.connect(dsn) as parent:
-            parent.execute(store.sql["LOST"].encode(), {**SWEEP, "id": "job", "owner": "a"})
+            parent.execute(store.sql["LOST"].encode(), {**LOST, "id": "job", "owner": "a"})
             intending = worker.start(store.sql["INTENT"], **lease, **intent("1"), nonce=uuid4())
             eventually(lambda: waits(sql, worker), 5, message="the intent waits")
         (row,) = intending.result(10)

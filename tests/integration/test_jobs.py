@@ -197,17 +197,17 @@ def test_a_time_limit_between_intent_and_record_parks_and_nothing_further_starts
 ) -> None:
     """Celery's soft limit strikes while a statement is under way; the body takes it for an error of its own."""
     a, b = lab.effect("a"), lab.effect("b")
-    rows = lab.safe.store.rows
+    send = lab.safe.store.send
 
-    def interrupted(statement: str, /, **params: Any) -> Any:
-        found = rows(statement, **params)
+    def interrupted(statement: str, params: Any, sending: Any = None) -> Any:
+        found = send(statement, params, sending)
         if statement.startswith(at):
             monkeypatch.undo()
             raise SoftTimeLimitExceeded
         return found
 
     def body(self: Any) -> Any:
-        monkeypatch.setattr(lab.safe.store, "rows", interrupted)
+        monkeypatch.setattr(lab.safe.store, "send", interrupted)
         with contextlib.suppress(SoftTimeLimitExceeded):
             a()
         with contextlib.suppress(OutcomeUnknown):
@@ -933,7 +933,7 @@ def test_a_worker_whose_job_was_ended_by_the_sweep_tells_celery_nothing(lab: Lab
 
 def test_an_end_is_told_by_one_delivery_at_a_time(lab: Lab) -> None:
     job = lab.run(lab.task(lambda self: 1, effects=[]))
-    lab.safe.keeper.flush()
+    lab.safe.flush()
     lab.sql("UPDATE job SET settled_at = NULL, next_publish_at = clock_timestamp()")
     told = [lab.safe.store.rows("TELL", id=job, fence=1) for _ in range(2)]
     assert [len(rows) for rows in told] == [1, 0]

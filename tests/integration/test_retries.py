@@ -534,7 +534,7 @@ def test_exceptions_that_are_hard_to_keep(lab: Lab, kind: str, how: str) -> None
         assert (row["status"], name in row["last_error"], told.info.state) == ("failed", True, "FAILURE")
         assert len(lab.sql("SELECT error::text AS e FROM job WHERE id = %s", job)[0]["e"]) < 30_000
         # What is told again later is of the same class where that can be made, and never another state.
-        lab.safe.keeper.flush()
+        lab.safe.flush()
         lab.sql("UPDATE job SET settled_at = NULL, next_publish_at = clock_timestamp() WHERE id = %s", job)
         again = lab.deliver(task, job)
         assert again.info.state == "FAILURE"

@@ -146,6 +146,6 @@ class Lab:
 def lab(database_url: str, sql: Sql) -> Iterator[Lab]:
     made = Lab(database_url, sql)
     yield made
-    made.safe.keeper.flush()
+    made.safe.flush()
     made.safe.close()
     made.app.close()

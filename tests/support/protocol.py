@@ -54,6 +54,7 @@ class Protocol:
             "enlisted": False,
             "envelope": b"{}",
             "settle": True,
+            "stamps": None,
             "actor": "producer",
             "lead": 5.0,
             "patience": "2s",

@@ -56,12 +56,18 @@ def test_times_may_be_timedeltas() -> None:
         ("limits", 5), ("limits", {"tenant_qued": 1}), ("limits", {"tenant_queued": -1}),
         ("limits", {"max_attempts": 0}), ("limits", {"tenants": {"a": {"pool_running": {"x": 1}}}}),
         ("retention", {"unknown": 1}),
-        ("max_payload", -5), ("heartbeat_interval", 20), ("strict_durability", 1), ("max_connections", 0),
+        ("max_payload", -5), ("heartbeat_interval", 20), ("strict_durability", 1), ("max_connections", 1),
     ],
 )  # fmt: skip
 def test_a_bad_value_names_its_key(key: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"safe_effects_{key}"):
         read(**{key: value})
+
+
+@pytest.mark.parametrize(("given", "alone", "shared"), [(None, 1, 9), (2, 1, 1), (30, 29, 29)])
+def test_one_connection_is_the_heartbeats(given: int | None, alone: int, shared: int) -> None:
+    config = read() if given is None else read(max_connections=given)
+    assert (config.connections(True), config.connections(False)) == (alone, shared)
 
 
 def test_a_missing_url_says_what_to_set() -> None:

@@ -50,6 +50,7 @@ CREATE TABLE {schema}.job (
     result              json,
     error               json,
     envelope            bytea NOT NULL,
+    stamps              jsonb,
     settle              boolean NOT NULL DEFAULT true,
     next_publish_at     timestamptz,
     published_at        timestamptz,
@@ -88,6 +89,7 @@ CREATE INDEX job_waits ON {schema}.job (coalesce(queue, ''), priority, published
 CREATE INDEX job_dies ON {schema}.job ((LEAST(expires_at, gives_up_at))) WHERE status = 'queued';
 CREATE INDEX job_parked ON {schema}.job (seq) WHERE status = 'unknown';
 CREATE INDEX job_waiting ON {schema}.job (waiting_for, woken_at, seq) WHERE waiting_for IS NOT NULL;
+CREATE INDEX job_stamps ON {schema}.job USING gin (stamps) WHERE stamps IS NOT NULL;
 CREATE INDEX job_finished ON {schema}.job (status, finished_at) WHERE finished_at IS NOT NULL;
 
 CREATE TABLE {schema}.operation (
