@@ -50,8 +50,11 @@ def test_a_warm_stop(
     waiting = {pool: send((f"later {pool}",), queue=pool) for pool in POOLS}
     for pool in ("prefork", "threads"):
         eventually(lambda p=pool: waiting[p].id in first[p].log(), 10)  # type: ignore[misc]
-    for worker in first.values():
-        worker.terminate()
+    for pool, worker in first.items():
+        if pool == "threads":
+            app.control.shutdown(destination=[worker.node])
+        else:
+            worker.terminate()
     for pool, worker in first.items():
         assert worker.wait(20) == 0, pool
         assert (job(sql, running[pool].id)["status"], job(sql, running[pool].id)["attempts"]) == ("succeeded", 1), pool
