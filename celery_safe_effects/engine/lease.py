@@ -56,7 +56,7 @@ class HeldLease:
         ttl: seconds.
     """
 
-    __slots__ = ("cancelled", "lease", "lost", "margin", "renewed", "ttl")
+    __slots__ = ("cancelled", "lease", "locked", "lost", "margin", "renewed", "ttl")
 
     def __init__(self, lease: Lease, ttl: float) -> None:
         self.lease = lease
@@ -64,6 +64,7 @@ class HeldLease:
         self.margin = min(1.0, ttl * 0.1)
         self.renewed = float("-inf")
         self.lost = False
+        self.locked = False
         self.cancelled = False
 
     def claimed(self, fence: int, since: float) -> None:
@@ -113,6 +114,7 @@ class LeaseKeeper:
         self._held: dict[HeldLease, None] = {}
         self._ended: deque[tuple[str, int]] = deque()
         self._words: deque[Callable[[], Any]] = deque()
+        self._speaker: threading.Thread | None = None
         self._started = False
         self._starting = native.original("_thread", "allocate_lock")()
         self._last = 0.0
@@ -183,8 +185,10 @@ class LeaseKeeper:
                 if clock() - self._last >= every - tick / 2:
                     self._last = clock()
                     self.renew()
-                if not native.threads_are_greenlets():
-                    self.speak()
+                if self._words and not native.threads_are_greenlets() and not self._speaking():
+                    # Telling may wait for the database, too, and leases do not wait for that.
+                    self._speaker = threading.Thread(target=self.speak, name="safe-effects-words", daemon=True)
+                    self._speaker.start()
             except Exception:
                 # Without this thread every lease of the process would run out.
                 self._say(f"renewing leases failed; trying again\n{traceback.format_exc()}", logging.ERROR)
@@ -204,12 +208,14 @@ class LeaseKeeper:
         except Exception:
             self._say(f"renewing {len(leases)} leases failed\n{traceback.format_exc()}", logging.ERROR)
             return
-        known = [since - held.renewed - min(self.interval, held.ttl / 3) for held, lease in leases if lease.fence]
-        late = max(known, default=0.0)
+        # Not of those that are being claimed, or that somebody else kept us from renewing.
+        free = [held for held, lease in leases if lease.fence and not held.locked]
+        late = max((since - held.renewed - min(self.interval, held.ttl / 3) for held in free), default=0.0)
         for held, lease in leases:
             row = alive.get(lease.token)
             if row is not None:
                 held.cancelled = held.cancelled or row.cancelled
+                held.locked = not row.renewed
                 if row.renewed:
                     held.renewed = max(held.renewed, since)
                 else:
@@ -238,12 +244,15 @@ class LeaseKeeper:
                 word = self._words.popleft()
             except IndexError:
                 return
-            word()
+            try:
+                word()
+            except Exception:
+                logger.exception("telling of a lost lease failed")
+
+    def _speaking(self) -> bool:
+        return self._speaker is not None and self._speaker.is_alive()
 
     def _speak_for_ever(self) -> None:
         while self._pid == os.getpid():
             time.sleep(self.TICK)
-            try:
-                self.speak()
-            except Exception:
-                logger.exception("telling of a lost lease failed")
+            self.speak()
