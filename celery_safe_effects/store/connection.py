@@ -175,7 +175,7 @@ def _hosts(conninfo: str) -> Iterator[str]:
         yield make_conninfo("", **{**params, **{name: many[number % len(many)] for name, many in lists.items()}})
 
 
-class _Opener:
+class Opener:
     """Opens connections that look alike.
 
     Arguments:
@@ -230,7 +230,7 @@ class Connections:
     """
 
     def __init__(self, url: str, *, limit: Callable[[], int], statement_timeout: float, prepare: str) -> None:
-        self.opener = _Opener(url, statement_timeout=statement_timeout, prepare=prepare)
+        self.opener = Opener(url, statement_timeout=statement_timeout, prepare=prepare)
         self.statement_timeout = statement_timeout
         self._ask_limit = limit
         self._reset()
@@ -293,7 +293,7 @@ class OwnConnection:
     """
 
     def __init__(self, url: str, *, statement_timeout: float, prepare: str) -> None:
-        self.opener = _Opener(url, statement_timeout=statement_timeout, prepare=prepare)
+        self.opener = Opener(url, statement_timeout=statement_timeout, prepare=prepare)
         self._pid = os.getpid()
         self._conn: DeadlineConnection | None = None
 

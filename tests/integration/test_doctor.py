@@ -22,7 +22,7 @@ from celery_safe_effects.doctor import database, tasks, upkeep
 from celery_safe_effects.doctor.finding import Patient
 from celery_safe_effects.errors import ConfigurationError
 from celery_safe_effects.glue import worker
-from celery_safe_effects.store.connection import Connections
+from celery_safe_effects.store.connection import Opener
 from celery_safe_effects.testing import EmbeddedPostgres
 from tests.support.brokers import Broker
 from tests.support.lab import Lab
@@ -169,14 +169,14 @@ def test_the_servers_own_words_are_what_is_read(clinic: Lab, dsn: str, sql: Sql)
 
 def test_poolers(clinic: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert look(clinic, database.pooler) == []
-    original = Connections._open
+    original = Opener.open
 
-    def pooled(self: Any) -> Any:
-        conn = original(self)
+    def pooled(self: Any, natively: bool = False) -> Any:
+        conn = original(self, natively)
         conn.pooled = True
         return conn
 
-    monkeypatch.setattr(Connections, "_open", pooled)
+    monkeypatch.setattr(Opener, "open", pooled)
     clinic.safe.close()
     assert look(clinic, database.pooler) == []
     clinic.app.conf.safe_effects_prepare = "on"
