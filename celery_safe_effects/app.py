@@ -30,6 +30,7 @@ from .glue.publish import Publisher
 from .glue.stopping import Stopping
 from .glue.task import SafeTask, keep_built_ins_plain
 from .glue.teller import Teller
+from .glue.trace import END
 from .limits import Limits
 from .store import migrate
 from .store.hot import Lease, Store
@@ -112,9 +113,9 @@ class SafeEffects:
         def on_told(sender: Any = None, **_: Any) -> None:
             """Celery has stored the end and sent the continuations; only then is the job settled."""
             if isinstance(sender, SafeTask) and sender.app is app:
-                fence = sender.request.__dict__.pop("safe_effects_settles", None)
-                if fence is not None:
-                    self.keeper.settle(sender.request.id, fence)
+                end = sender.request.__dict__.pop(END, None)
+                if end is not None:
+                    self.keeper.settle(sender.request.id, end.fence)
 
         def on_retried(sender: Any = None, request: Any = None, **_: Any) -> None:
             """RETRY is stored by now, perhaps over the end that another worker has reached meanwhile."""

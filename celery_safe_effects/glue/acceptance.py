@@ -158,7 +158,7 @@ class Acceptance:
         config = self.safe.config
         _check_options(ours)
         task = self.app.tasks.get(envelope.task)
-        serializer = envelope.options.get("serializer") or self.app.conf.task_serializer
+        serializer = envelope.serializer or self.app.conf.task_serializer
         try:
             data = envelope.encode(serializer)
         except (EncodeError, TypeError, ValueError) as exc:
@@ -183,7 +183,7 @@ class Acceptance:
             "queue": routing.lands_in(self.app, envelope.options),
             "priority": routing.priority(envelope.options),
             "key": key_of(ours.get("idempotency_key")),
-            "digest": envelope.digest(data),
+            "digest": envelope.digest(serializer),
             "parent": parent.id if parent is not None else envelope.headers.get("parent_id"),
             "retries": int(envelope.headers.get("retries") or 0),
             "eta": time_of(self.app, envelope.headers.get("eta")),

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kombu import serialization
 
@@ -35,6 +35,21 @@ OPAQUE: Final = "raw:"
 def is_marked(header: Any) -> bool:
     """Whether a message's header was written by some version of this library: its message has a row."""
     return isinstance(header, Mapping) and isinstance(header.get("v"), int)
+
+
+JSON: Final = "application/json"
+SURE: Final = ("json", "pickle")
+"""Serializers that give back what they were given, or say so at once."""
+CONTENT_TYPE: Final = "safe_effects_content_type"
+"""Where a request keeps the content type of its message."""
+
+
+class Raw(NamedTuple):
+    """A message's body as the broker has it."""
+
+    content_type: str
+    encoding: str
+    data: Any
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,11 @@ class Envelope:
     body: Any
     options: dict[str, Any]
 
+    @property
+    def serializer(self) -> str | None:
+        """The serializer of the message; ``None`` leaves it to the app."""
+        return self.options.get("serializer")
+
     @classmethod
     def of_request(cls, request: Mapping[str, Any], args: Any, kwargs: Any) -> Envelope:
         """The envelope of a message that a worker received.
@@ -81,6 +101,9 @@ class Envelope:
         embed = {name: request.get(name) for name in ("callbacks", "errbacks", "chain", "chord")}
         delivery = request.get("delivery_info") or {}
         options = routing.of_delivery(delivery)
+        serializer = serialization.registry.type_to_name.get(request.get(CONTENT_TYPE) or "")
+        if serializer is not None:
+            options["serializer"] = serializer
         properties = {
             "correlation_id": request.get("correlation_id") or request["id"],
             "reply_to": request.get("reply_to") or "",
@@ -88,6 +111,17 @@ class Envelope:
         headers = {name: request.get(name) for name in HEADERS}
         headers |= {name: request[name] for name in TRACE if request.get(name)}
         return cls(headers, properties, (list(args), dict(kwargs), embed), options)
+
+    @classmethod
+    def unread(cls, message: Any) -> Envelope:
+        """The envelope of a received message that cannot be decoded here.
+
+        Arguments:
+            message: kombu's.
+        """
+        delivery = {"priority": message.properties.get("priority"), **(message.delivery_info or {})}
+        made = cls.of_request({**message.headers, **message.properties, "delivery_info": delivery}, (), {})
+        return replace(made, body=Raw(message.content_type, message.content_encoding, message.body))
 
     @property
     def id(self) -> str:
@@ -100,46 +134,85 @@ class Envelope:
     @property
     def needs_settling(self) -> bool:
         """Whether Celery has anything to do after the job's end: a result to store, or a continuation to send."""
+        if isinstance(self.body, Raw):
+            return True
         embed = self.body[2] or {}
         follows = any(embed.get(name) for name in ("callbacks", "errbacks", "chain", "chord"))
         return bool(follows or self.headers.get("group") or not self.headers.get("ignore_result"))
 
-    def digest(self, encoded: bytes) -> str:
-        """Fingerprint of task and arguments; of the encoded message, where the arguments are not JSON."""
-        found = arguments_digest(self.task, self.body[0], self.body[1])
-        return found or OPAQUE + hashlib.sha256(encoded).hexdigest()
+    def digest(self, serializer: str) -> str:
+        """Fingerprint of task and arguments; of the arguments as they are encoded, where they are not JSON."""
+        if isinstance(self.body, Raw):
+            return OPAQUE + hashlib.sha256(_bytes(self.body.data)).hexdigest()
+        args, kwargs, _ = self.body
+        found = arguments_digest(self.task, args, kwargs)
+        if found is not None:
+            return found
+        _, _, data = serialization.dumps([self.task, list(args or ()), dict(kwargs or {})], serializer)
+        return OPAQUE + hashlib.sha256(_bytes(data)).hexdigest()
 
     def encode(self, serializer: str) -> bytes:
         """As stored in the row.
 
         Raises:
-            kombu.exceptions.EncodeError, TypeError, ValueError: when the arguments cannot be encoded.
+            kombu.exceptions.EncodeError, TypeError, ValueError: when the arguments cannot be encoded, or would come out
+                differently.
         """
-        content_type, encoding, data = serialization.dumps(self.body, serializer)
-        if isinstance(data, bytes):
-            body: Any = {"base64": base64.b64encode(data).decode("ascii")}
+        if isinstance(self.body, Raw):
+            content_type, encoding, data = self.body
+            stored_as = None
         else:
-            body = data
+            content_type, encoding, data = serialization.dumps(self.body, serializer)
+            stored_as = serializer
+            if serializer not in SURE:
+                self._must_come_out(content_type, encoding, data)
+        body = {"base64": base64.b64encode(data).decode("ascii")} if isinstance(data, bytes) else data
         # Signatures and lazy objects may hide in the metadata.
         return canonical.encode(
             {
                 "headers": self.headers,
                 "properties": self.properties,
                 "options": self.options,
-                "content": [content_type, encoding, body, serializer],
+                "content": [content_type, encoding, body, stored_as],
             }
         ).encode("utf-8", "surrogatepass")
 
+    def _must_come_out(self, content_type: str, encoding: str, data: Any) -> None:
+        """What no worker can read, or reads as another call, is not accepted."""
+        try:
+            args, kwargs, _ = serialization.loads(data, content_type, encoding, accept={content_type})
+        except Exception as exc:
+            raise ValueError(f"no worker could decode them ({exc})") from exc
+        if arguments_digest(self.task, args, kwargs) != arguments_digest(self.task, *self.body[:2]):
+            raise ValueError("a worker would get others")
+
     @classmethod
-    def decode(cls, data: bytes, accept: Any) -> Envelope:
-        """Read a stored envelope; ``accept`` are the app's accepted content types."""
+    def decode(cls, data: bytes) -> Envelope:
+        """Read a stored envelope. What is not JSON is passed on as it is: nobody here needs to understand it."""
         stored = json.loads(bytes(data).decode("utf-8", "surrogatepass"))
         content_type, encoding, body, serializer = stored["content"]
         raw = base64.b64decode(body["base64"]) if isinstance(body, dict) else body
-        decoded = serialization.loads(raw, content_type, encoding, accept=serialization.prepare_accept_content(accept))
         options = dict(stored["options"])
-        options["serializer"] = serializer
-        return cls(stored["headers"], stored["properties"], decoded, options)
+        if content_type == JSON:
+            options["serializer"] = serializer
+            body = serialization.loads(raw, content_type, encoding, accept={JSON})
+        else:
+            body = Raw(content_type, encoding, raw)
+        return cls(stored["headers"], stored["properties"], body, options)
+
+    def read(self, accept: Any) -> Any:
+        """The body, decoded.
+
+        Arguments:
+            accept: the app's accepted content types.
+
+        Raises:
+            kombu.exceptions.ContentDisallowed, DecodeError: it is not for this process.
+        """
+        if not isinstance(self.body, Raw):
+            return self.body
+        content_type, encoding, data = self.body
+        return serialization.loads(data, content_type, encoding, accept=serialization.prepare_accept_content(accept))
 
     def marked(self, mark: Mark, *, eta: datetime | None = None, retries: int | None = None) -> Envelope:
         """The message to publish for a row: marked, without expiry (the database judges it), with the row's time."""
@@ -150,6 +223,10 @@ class Envelope:
         if retries is not None:
             headers["retries"] = retries
         return replace(self, headers=headers)
+
+
+def _bytes(data: Any) -> bytes:
+    return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else bytes(data)
 
 
 def arguments_digest(task: str, args: Any, kwargs: Any) -> str | None:

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, WorkerShutdown, WorkerTerminate
+from celery.result import ResultBase
 from kombu.exceptions import EncodeError
 
 from .. import canonical, signals
@@ -38,6 +39,7 @@ from ..values import Operation, Outcome
 from . import routing
 from .acceptance import time_of
 from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest, is_marked
+from .trace import END, End
 from .wire import Message
 
 if TYPE_CHECKING:
@@ -285,6 +287,7 @@ class Execution:
             return True
         missing = self._insist("MISSING", id=self.id, seq=self.mark.seq)[0]
         if missing.from_the_future and not missing.pruned:
+            envelope = self._envelope()
             self._insist(
                 "INSERT_MISSING",
                 id=self.id,
@@ -292,7 +295,7 @@ class Execution:
                 tenant=self.mark.tenant,
                 queue=(self.request.delivery_info or {}).get("routing_key"),
                 digest=self.mark.digest,
-                envelope=self._envelope().encode(self.task.serializer or self.task.app.conf.task_serializer),
+                envelope=envelope.encode(envelope.serializer or self.task.app.conf.task_serializer),
                 owner=self.owner,
             )
             logger.error("job %s has a message but no row: the database is older than the broker; parked", self.id)
@@ -330,12 +333,13 @@ class Execution:
         """The end stands in the row, but Celery was not told: let it store, dispatch and count now."""
         if not self._insist("TELL", id=self.id, fence=row.fence):
             self._stale("being_told")
-        self._settles(row.fence)
-        if row.status == JobStatus.SUCCEEDED:
-            return canonical.decode(row.result)
         if row.status == JobStatus.CANCELLED:
             self._tell_cancelled(row.reason or "cancelled", row.fence)
-        raise failures.from_json(canonical.decode(row.error) or {"text": f"job {self.id} failed: {row.reason}"})
+        if row.status == JobStatus.SUCCEEDED:
+            self._settles(row.fence)
+            return canonical.decode(row.result)
+        error = failures.from_json(canonical.decode(row.error) or {"text": f"job {self.id} failed: {row.reason}"})
+        raise self._settles(row.fence, error)
 
     def _stale(self, why: str) -> NoReturn:
         logger.info("delivery of job %s is stale (%s) and ignored", self.id, why)
@@ -367,7 +371,9 @@ class Execution:
         if isinstance(value, Outcome):
             value = value.result
         try:
-            return _Conclusion("succeeded", result=canonical.encode(value), value=value)
+            result = canonical.encode(_storable(value))
+            # As it is told again, should it have to be: what JSON makes of it.
+            return _Conclusion("succeeded", result=result, value=canonical.decode(result))
         except (TypeError, ValueError) as exc:
             error = EffectResultInvalid(
                 f"task {self.task.name} returned what is not JSON ({exc}); its effects stand and are not run again"
@@ -526,16 +532,16 @@ class Execution:
         if asked is not None and (raised is None or raised is asked.about):
             raised = asked.retry  # the author's word, whatever the body did with it
         if raised is None:
-            ref, result, invalid = outcome_of(value, key)
+            ref, result, invalid = outcome_of(_storable(value), key)
             error = None if invalid is None else {"text": f"task {self.task.name!r} {invalid}"}
             if error is not None:
                 self._pend(job, "failed", _Conclusion("failed", "result_not_json", error=error))
             outcomes.record(job, "OUTCOME", key, nonce, Op.OUTCOME_CONFIRMED, ref, result, error)
             self._left_as = "succeeded" if error is None else "failed"
             if error is not None:
-                raise EffectResultInvalid(error["text"])
+                raise self._settles(job.fence, EffectResultInvalid(error["text"]))
             self._settles(job.fence)
-            return value.result if isinstance(value, Outcome) else value
+            return canonical.decode(result)
         if isinstance(raised, (LeaseLost, JobCancelled)):
             # Raised by a checkpoint in the body: whether it had begun its effect, only its author could say.
             status = Op.UNKNOWN
@@ -568,8 +574,7 @@ class Execution:
             if isinstance(raised, Retry):
                 raise raised
             raise Retry(exc=raised, when=conclusion.delay) from raised
-        self._settles(job.fence)
-        raise raised
+        raise self._settles(job.fence, raised)
 
     def _not_happened(self, job: ActiveJob, exc: BaseException) -> _Conclusion:
         """What follows from a whole body that did not happen."""
@@ -644,10 +649,10 @@ class Execution:
                 "queue": None,
                 "priority": None,
             }
-        data = outgoing.encode(outgoing.options.get("serializer") or self.task.app.conf.task_serializer)
+        serializer = outgoing.serializer or self.task.app.conf.task_serializer
         return {
-            "envelope": data,
-            "digest": outgoing.digest(data),
+            "envelope": outgoing.encode(serializer),
+            "digest": outgoing.digest(serializer),
             "retries": int(outgoing.headers.get("retries") or 0),
             "expires": time_of(self.task.app, outgoing.headers.get("expires")),
             "queue": routing.lands_in(self.task.app, outgoing.options),
@@ -715,9 +720,10 @@ class Execution:
             return found
         raise job.lost()
 
-    def _settles(self, fence: int) -> None:
-        """Celery is about to be told of an end; when it has been, the row says so."""
-        self.request.safe_effects_settles = fence
+    def _settles(self, fence: int, error: BaseException | None = None) -> BaseException:
+        """Celery is about to be told of an end; when it has been, the row says so. Returns the error, to be raised."""
+        setattr(self.request, END, End(fence, error))
+        return error or Ignore()
 
     def _tell_unknown(self, reason: str, error: Any = None) -> None:
         self.safe.teller.unknown(self.task, self.id, self.request, reason, error)
@@ -739,6 +745,11 @@ def _ended_by(exc: BaseException) -> str:
     """A short name for what ended a run."""
     names = {cls.__name__ for cls in type(exc).__mro__}
     return "time_limit" if "Timeout" in names else "terminated" if "GreenletExit" in names else "stopped"
+
+
+def _storable(value: Any) -> Any:
+    """What a body returned, with a result of Celery's as Celery stores it."""
+    return value.as_tuple() if isinstance(value, ResultBase) else value
 
 
 def _json_or_none(value: Any) -> str | None:

@@ -42,7 +42,8 @@ from . import canvas, routing
 from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Door, Run, Verdict, key_of, time_of
 from .batch import Batch, Gathered, gathering, stored
 from .continuations import Continuations
-from .envelope import MARK, Envelope, Mark, arguments_digest
+from .envelope import MARK, Envelope, Mark, Raw, arguments_digest, is_marked
+from .results import restore_header, send_without_backend
 from .task import OURS, SafeTask
 from .wire import BATCH, BROKER_ERRORS, Message, Wire
 
@@ -137,7 +138,9 @@ class Publisher:
         taken = own or options.get("idempotency_key") or self.is_safe(name)
         scope = _eta.set(_taken_eta(self.app, options) if taken else None)
         try:
-            return send(name, args, kwargs, **options)
+            if not taken:
+                return send(name, args, kwargs, **options)
+            return send_without_backend(self.app, send, name, args, kwargs, options, reply=not own)
         except IdempotencyConflict as exc:
             raise in_a_body(exc, options.get("task_id")) from exc
         except AlreadyAccepted as found:
@@ -172,6 +175,7 @@ class Publisher:
         """Write the row of a safe message, then publish it."""
         ours: dict[str, Any] = {key: options.pop(key) for key in OURS if key in options}
         transaction = options.pop("transaction", None)
+        restore_header(message[0])
         if not isinstance(message[2], tuple):
             if ours or transaction is not None or self.is_safe(name):
                 check_protocol(self.app.conf)
@@ -265,6 +269,8 @@ class Publisher:
 
     def definite(self, envelope: Envelope, ours: Mapping[str, Any]) -> Envelope:
         """A message of a producer without the library, its continuations as they would have been with it."""
+        if isinstance(envelope.body, Raw):
+            return envelope
         tenant = self.acceptance.tenant(ours, envelope.task)
         return replace(envelope, body=self._definite(envelope.task, envelope.id, envelope.body, tenant))
 
@@ -358,7 +364,7 @@ class Publisher:
             readable = []
             for row in rows:
                 try:
-                    readable.append(Message.of(self.app, Envelope.decode(row.envelope, self.app.conf.accept_content)))
+                    readable.append(Message.of(self.app, Envelope.decode(row.envelope)))
                 except Exception:
                     logger.exception("the message of plain task %s[%s] cannot be read", row.task, row.id)
             unsent = set(self.wire.send_all(readable))
@@ -465,6 +471,27 @@ class Publisher:
             else:
                 return
 
+    def keep_unread(self, message: Any, hostname: str) -> bool:
+        """Make sure that a message that cannot be read here has a row: another worker may read it.
+
+        Returns:
+            whether it has one.
+        """
+        if not is_marked(message.headers.get(MARK)):
+            try:
+                self.adopt(Envelope.unread(message), self.safe.owner(hostname), patience=0.0)
+            except IdempotencyConflict:
+                pass  # it has one already: a copy of this very message was kept
+            except Exception:
+                logger.exception("message %s can be neither read nor kept", message.headers.get("id"))
+                return False
+        logger.error(
+            "the message of job %s (%s) cannot be read here; it stays queued and is given again: see accept_content",
+            message.headers.get("id"),
+            message.content_type,
+        )
+        return True
+
     def eager_result(self, task: Any, args: Any, kwargs: Any, ours: dict[str, Any]) -> EagerResult | None:
         """The result of the job that holds an idempotency key already, for a call that would run at once.
 
@@ -516,7 +543,7 @@ class Publisher:
         stored = []
         for row in rows:
             try:
-                envelope = Envelope.decode(row.envelope, self.app.conf.accept_content)
+                envelope = Envelope.decode(row.envelope)
                 mark = Mark(row.seq, row.generation, row.args_digest, row.tenant)
                 marked = envelope.marked(mark, eta=row.run_after, retries=row.retries)
                 first = row.publishes == 1 and row.status == JobStatus.QUEUED

@@ -13,7 +13,7 @@ from billiard.common import TERM_SIGNAME
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import Terminated
 from celery.concurrency.prefork import TaskPool as Prefork
-from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.exceptions import Ignore, Reject, Retry, TimeLimitExceeded, WorkerLostError
 from celery.platforms import signals
 from celery.utils.time import rate
 from celery.worker import state
@@ -23,7 +23,8 @@ from ..engine.sweep import BACKOFF, MAX_BACKOFF
 from ..errors import IdempotencyConflict
 from ..states import JobStatus
 from . import held, threads
-from .envelope import MARK, Envelope, is_marked
+from .envelope import CONTENT_TYPE, MARK, Envelope, is_marked
+from .trace import untold
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -40,6 +41,8 @@ class SafeRequest(Request):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if not self.marked:
+            self._request_dict[CONTENT_TYPE] = self.content_type
         held.received(self)
 
     _left = False
@@ -110,6 +113,11 @@ class SafeRequest(Request):
             if not self._left:
                 reason = "time_limit" if isinstance(exc, TimeLimitExceeded) else "worker_lost"
                 self._leave(reason)
+            return None
+        ours = return_ok and not exc_info.internal  # the tracer's word, which is the job's own end
+        if not ours and not isinstance(exc, (Ignore, Reject, Retry, MemoryError)):
+            untold(self.task, self.id, exc)
+            self._done()
             return None
         return super().on_failure(exc_info, send_failed_event, return_ok)
 

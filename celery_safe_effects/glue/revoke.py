@@ -118,8 +118,8 @@ class Revoker:
         """Now, and not when a slot of the pool is free. What fails here, the sweep delivers."""
         try:
             task = self.safe.app.tasks[row.task]
-            envelope = Envelope.decode(row.envelope, self.safe.app.conf.accept_content)
-            args, kwargs, embed = envelope.body
+            envelope = Envelope.decode(row.envelope)
+            args, kwargs, embed = envelope.read(self.safe.app.conf.accept_content)
             context = Context({**envelope.headers, **(embed or {}), MARK: None, "args": args, "kwargs": kwargs})
             if self.safe.store.rows("TELL", id=row.id, fence=row.fence):
                 self.safe.teller.cancelled(task, row.id, context, row.reason or REASON, row.fence)

@@ -15,6 +15,7 @@ from celery.app.task import Task as BaseTask
 from celery.exceptions import Reject
 from celery.utils.imports import symbol_by_name
 from celery.utils.serialization import raise_with_context
+from kombu.exceptions import ContentDisallowed, DecodeError
 
 from .. import canonical
 from ..effects import Effect, body_effect
@@ -22,6 +23,7 @@ from ..engine import current, failures, loop
 from ..engine.job import ActiveJob, RetryAsked, RetryOver
 from ..errors import ConfigurationError, EffectRefused, LeaseLost, NoActiveJob, UndeclaredEffect
 from .asynchronous import apart, at_home, awaited_run, finished, follow
+from .trace import Traced
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 OURS: Final = ("idempotency_key", "tenant", "pool", "max_attempts", "max_age")
 """Options of ``apply_async`` that are the library's own and never reach the broker."""
 
+READ_AGAIN: Final = 2.0
+"""Seconds until a message that could be neither read nor kept goes back to the broker."""
 UNBOUNDED: Final = 2**31 - 1
 """Runs of a job whose retries have no end."""
 PROVIDED: Final = ("job", "safe_effects")
@@ -56,6 +60,7 @@ class SafeTask(Task):
 
     abstract = True
     Request = "celery_safe_effects.glue.request:SafeRequest"
+    __trace__ = Traced()
     effects: ClassVar[Sequence[Effect[Any, Any]] | None] = None
     effect_options: ClassVar[Mapping[str, Any] | None] = None
     lease_ttl: ClassVar[float | None] = None
@@ -366,7 +371,19 @@ class SafeTask(Task):
         except ConfigurationError as exc:
             logger.critical("celery-safe-effects refuses to start this worker: %s", exc)
             raise SystemExit(f"celery-safe-effects refuses to start this worker: {exc}") from exc
-        return super().start_strategy(app, consumer, **kwargs)
+        handle = super().start_strategy(app, consumer, **kwargs)
+
+        def handle_or_keep(message: Any, *args: Any, **more: Any) -> Any:
+            try:
+                return handle(message, *args, **more)
+            except (ContentDisallowed, DecodeError):
+                # This worker cannot read it, and Celery is about to drop it.
+                if not self.safe_effects.publisher.keep_unread(message, consumer.hostname):
+                    consumer.timer.call_after(READ_AGAIN, message.requeue)
+                    return None
+                raise
+
+        return handle_or_keep
 
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """As Celery's; returns once the job is durable.

@@ -12,6 +12,7 @@ from kombu.exceptions import OperationalError as BrokerError
 from kombu.transport import virtual
 
 from . import routing
+from .envelope import Raw
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -36,8 +37,12 @@ class Message(NamedTuple):
     @classmethod
     def of(cls, app: Celery, envelope: Envelope, sent_event: dict[str, Any] | None = None) -> Message:
         """A stored message, and what its event `task-sent` says, if it is to be sent."""
-        parts = (envelope.headers, envelope.properties, envelope.body, sent_event)
-        return cls(envelope.task, parts, routing.to_send(app, envelope.options))
+        body, options = envelope.body, routing.to_send(app, envelope.options)
+        if isinstance(body, Raw):
+            options |= {"content_type": body.content_type, "content_encoding": body.encoding}
+            body = body.data
+        parts = (envelope.headers, envelope.properties, body, sent_event)
+        return cls(envelope.task, parts, options)
 
     def into(self, queue: Any) -> Message:
         """The same message, sent to another queue."""

@@ -43,7 +43,7 @@ class Traced:
     def deliver(self, job: str) -> None:
         """Deliver a job's stored message once, as the sweep publishes it."""
         (row,) = self.lab.sql("SELECT task, envelope FROM job WHERE id = %s", job)
-        stored = Envelope.decode(row["envelope"], self.lab.app.conf.accept_content)
+        stored = Envelope.decode(row["envelope"])
         task = self.lab.app.tasks[row["task"]]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.lab.safe.publisher, "deliver_now", lambda *ids: 0)

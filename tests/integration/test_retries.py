@@ -102,7 +102,7 @@ def test_a_retry_may_change_its_arguments(lab: Lab, kind: str, how: str) -> None
     task, job = lab.task(body, **declared(kind)), str(uuid4())
     lab.deliver(task, job, 1)
     row = lab.sql("SELECT args_digest, envelope FROM job")[0]
-    envelope = Envelope.decode(row["envelope"], ["json"])  # which the sweep would publish
+    envelope = Envelope.decode(row["envelope"])  # which the sweep would publish
     args, kwargs, _ = envelope.body
     assert arguments_digest(task.name, args, kwargs) == row["args_digest"]
     assert envelope.headers["retries"] == 1
@@ -137,7 +137,7 @@ def test_a_retry_may_change_queue_expiry_and_priority(lab: Lab, kind: str) -> No
     lab.deliver(task, job)
     row = lab.sql("SELECT *, extract(epoch FROM expires_at - clock_timestamp())::float8 AS ends FROM job")[0]
     assert (row["status"], row["queue"], 40 < row["ends"] <= 50) == ("queued", "slow", True)
-    options = Envelope.decode(row["envelope"], ["json"]).options
+    options = Envelope.decode(row["envelope"]).options
     assert (options["queue"], options["priority"]) == ("slow", 3)
 
 
@@ -341,7 +341,7 @@ def test_a_retry_that_cannot_be_sent_fails_its_job(lab: Lab, kind: str) -> None:
     def wrong(self: Any, value: Any) -> Any:
         raise self.retry(countdown="soon")
 
-    for fn, reason, words in ((body, "retry_not_encodable", "JSON"), (wrong, "retry_not_sent", "TypeError")):
+    for fn, reason, words in ((body, "retry_not_encodable", "JSON"), (wrong, "retry_not_sent", "soon")):
         task, job = lab.task(fn, **declared(kind)), str(uuid4())
         lab.deliver(task, job, 1)
         row = lab.row(job)
