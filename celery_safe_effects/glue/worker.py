@@ -135,8 +135,8 @@ def _refuse_what_would_be_stranded(safe: SafeEffects, plain: list[str]) -> None:
     if left:
         what = "; ".join(f"{name!r} ({', '.join(counts)})" for name, counts in left.items())
         raise ConfigurationError(
-            f"no SafeTask any more, but with jobs that have not ended: {what}. Nothing would run them: keep "
-            "base=SafeTask until they have ended, or end them with `celery -A yourproject safe-effects cancel`; "
+            f"plain tasks here, with jobs as SafeTasks that have not ended: {what}. This worker would never run them: "
+            "keep base=SafeTask until they have ended, or end them with `celery -A yourproject safe-effects cancel`; "
             "docs/adoption.md says how"
         )
 
