@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,10 @@ DIRECT = [
 ]
 
 
+OURS = {"tests", "example_project", "celery_safe_effects", "_bootstrap"}
+
+
+@functools.cache
 def pins(path: Path) -> dict[str, list[Requirement]]:
     """The pinned versions of a file, by name; several where they depend on the Python."""
     found: dict[str, list[Requirement]] = {}
@@ -60,6 +67,32 @@ def test_the_lowest_versions_are_what_pyproject_promises(wanted: Requirement) ->
     (bound,) = [Version(one.version) for one in wanted.specifier if one.operator == ">="]
     lowest = version(pin)
     assert (lowest.major, lowest.minor) == (bound.major, bound.minor)
+
+
+def test_what_is_imported_is_locked() -> None:
+    """A package that happens to be there would be missed elsewhere, by the tests or by users."""
+    places = metadata.packages_distributions()
+    missing = {}
+    for path in (
+        *ROOT.glob("tests/**/*.py"),
+        *ROOT.glob("celery_safe_effects/**/*.py"),
+        *ROOT.glob("example_project/*.py"),
+    ):
+        for name in imported(ast.parse(path.read_text())) - OURS - sys.stdlib_module_names:
+            if not {one.lower().replace("_", "-") for one in places.get(name) or [name]} & pins(matrix.LOCK).keys():
+                missing[name] = str(path.relative_to(ROOT))
+    assert missing == {}
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """The top-level packages that a module imports, wherever in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(str(node.module).partition(".")[0])
+    return found
 
 
 def test_the_lock_names_no_place_to_fetch_from() -> None:
