@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -14,7 +15,7 @@ from . import canonical, doctor, signals
 from .config import Config, from_conf
 from .doctor import Finding
 from .effects import Effect, all_effects, registered
-from .engine import failures, process
+from .engine import failures, loop, process
 from .engine.admission import Admission, LimitInUse, StoredLimits
 from .engine.job import Hooks
 from .engine.lease import LeaseKeeper
@@ -25,6 +26,7 @@ from .engine.sweep import Sweeper, Swept
 from .errors import ConfigurationError, NotAllowed, NotFound, SafeEffectsError
 from .glue import gate, periodic, threads, worker
 from .glue.announce import Announcer
+from .glue.asynchronous import send
 from .glue.many import Many
 from .glue.publish import Publisher
 from .glue.stopping import Stopping
@@ -126,11 +128,16 @@ class SafeEffects:
             """What is not settled would be delivered once more."""
             self.flush()
 
-        for receiver in (on_setup, on_told, on_retried, on_exit, self.stopping.begin):
+        def on_child_exit(**_: Any) -> None:
+            """A child ends without the interpreter's own clean-up."""
+            loop.close()
+
+        for receiver in (on_setup, on_told, on_retried, on_exit, on_child_exit, self.stopping.begin):
             self.keep(receiver)
         celery_signals.worker_shutting_down.connect(self.stopping.begin, weak=False)
         celery_signals.task_retry.connect(on_retried, weak=False)
         celery_signals.worker_process_shutdown.connect(on_exit, weak=False)
+        celery_signals.worker_process_shutdown.connect(on_child_exit, weak=False)
         celery_signals.worker_shutdown.connect(on_exit, weak=False)
         celery_signals.celeryd_after_setup.connect(on_setup, weak=False)
         celery_signals.task_success.connect(on_told, weak=False)
@@ -260,6 +267,11 @@ class SafeEffects:
             task._check_for_worker()
             if task.effects is None:
                 task._body_effect()
+            for found in task._declared or ():
+                if found.uses_loop:
+                    loop.check(f"effect {found.name!r}")
+            if task._is_async or (task.effects is None and task._body_effect().uses_loop):
+                loop.check(f"task {name!r}")
 
     def refuse_risks(self) -> None:
         """Refuse what is certain to break safety, in the doctor's words.
@@ -331,6 +343,25 @@ class SafeEffects:
             ReplayMismatch: in a job's body that sent other messages before.
         """
         return Many(self.publisher, transaction).run(items)
+
+    async def aenqueue_many(self, items: Iterable[Any], *, transaction: Any = None) -> list[Enqueued]:
+        """As :meth:`enqueue_many`, without blocking the event loop; ``transaction`` may be asynchronous."""
+        found: list[Enqueued] = await send(
+            functools.partial(self.enqueue_many, list(items)), {"transaction": transaction}
+        )
+        return found
+
+    async def aapply_async(self, signature: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        """Send a signature, group, chain or chord without blocking the event loop; a task has a method of this name.
+
+        Arguments:
+            signature: what has Celery's ``apply_async``.
+            args, kwargs, options: as for its ``apply_async``; ``transaction`` may be asynchronous.
+
+        Returns:
+            what its ``apply_async`` returns.
+        """
+        return await send(functools.partial(signature.apply_async, args, kwargs), options)
 
     # -- operators -----------------------------------------------------------------------------------------------------
 

@@ -142,6 +142,11 @@ class Effect(Generic[P, T_co]):
         if missing:
             raise ConfigurationError(f"effect {name!r}: redact names no parameter: {', '.join(sorted(missing))}")
 
+    @property
+    def uses_loop(self) -> bool:
+        """Whether a coroutine is run for it: its function, or its lookup."""
+        return self.is_async or inspect.iscoroutinefunction(self.find)
+
     def __repr__(self) -> str:
         return f"<effect {self.name}>"
 
@@ -353,7 +358,8 @@ def _with_operation(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn(*args, **kwargs)
 
     signature = inspect.signature(fn)
-    operation = inspect.Parameter("op", inspect.Parameter.POSITIONAL_ONLY)
+    # A body may well have a parameter `op` of its own.
+    operation = inspect.Parameter("safe_effects_operation", inspect.Parameter.POSITIONAL_ONLY)
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[operation, *signature.parameters.values()]
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any, Generic, Literal, TypeVar
@@ -88,6 +88,7 @@ class Operation:
     _expires: float | None = field(default=None, repr=False, compare=False)
     _clock: Callable[[], float] | None = field(default=None, repr=False, compare=False)
     _confirm: Callable[[str, Any, Any], None] | None = field(default=None, repr=False, compare=False)
+    _aconfirm: Callable[[str, Any, Any], Awaitable[None]] | None = field(default=None, repr=False, compare=False)
 
     def remaining(self) -> float:
         """Seconds until the deadline: the timeout to give to the provider call. Never negative.
@@ -117,10 +118,30 @@ class Operation:
             NoActiveJob: outside the effect's own call.
         """
         if self._confirm is None:
-            from .errors import NoActiveJob
-
-            raise NoActiveJob("confirm() works only inside the effect's own call")
+            raise _outside()
         self._confirm(ref, result, transaction)
+
+    async def aconfirm(self, ref: str, result: Any = None, *, transaction: Any) -> None:
+        """As :meth:`confirm`, without blocking the event loop.
+
+        Arguments:
+            ref: a non-empty reference.
+            result: any JSON value.
+            transaction: also SQLAlchemy's AsyncSession or AsyncConnection, or psycopg's AsyncConnection.
+
+        Raises:
+            LeaseLost: when this call no longer owns the operation; the caller's transaction must be rolled back.
+            NoActiveJob: outside the effect's own call.
+        """
+        if self._aconfirm is None:
+            raise _outside()
+        await self._aconfirm(ref, result, transaction)
+
+
+def _outside() -> Exception:
+    from .errors import NoActiveJob
+
+    return NoActiveJob("confirm() works only inside the effect's own call")
 
 
 @dataclass(frozen=True)

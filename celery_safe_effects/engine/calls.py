@@ -5,6 +5,7 @@ The call and the recording of its outcome never share a ``try``: whatever is not
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from ..errors import (
     UndeclaredEffect,
 )
 from ..states import OperationStatus as Op
-from ..store.enlist import enlist
+from ..store.enlist import enlist, enlist_async, is_async
 from ..store.hot import STORE_ERRORS, Intent, Row
 from ..values import Operation, Outcome
 from . import deadline, failures, loop, outcomes, process
@@ -226,6 +227,7 @@ class Call:
             _expires=self._expires,
             _clock=clock,
             _confirm=self._confirm,
+            _aconfirm=self._aconfirm,
         )
         return None
 
@@ -331,6 +333,12 @@ class Call:
         rows = self.job.store.enlisted_rows(enlist(transaction), "OUTCOME", **params)
         if not rows or rows[0].status is None or not rows[0].held:
             raise self.job.lost()
+
+    async def _aconfirm(self, ref: str, result: Any, transaction: Any) -> None:
+        enlisted = await enlist_async(transaction) if is_async(transaction) else transaction
+        _, cancelled = await loop.in_thread(functools.partial(self._confirm, ref, result, enlisted))
+        if cancelled is not None:
+            raise cancelled
 
     def _after_confirm(self, raised: BaseException | None) -> Outcome[Any]:
         """Whether the caller's transaction was committed, the record itself says: nothing here is ever unknown."""

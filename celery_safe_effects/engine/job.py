@@ -7,10 +7,12 @@ An intent is recorded before every side effect and an outcome after it (:mod:`.c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import NAMESPACE_OID, UUID, uuid5
@@ -39,6 +41,18 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TICK = 0.5
 """Seconds between two looks at whether it is still worth waiting for calls in flight."""
+
+
+@dataclass
+class _Branch:
+    """Messages that are sent beside the event loop."""
+
+    job: ActiveJob
+    place: int
+    children: int = 0
+
+
+_branch: ContextVar[_Branch | None] = ContextVar("safe_effects_branch", default=None)
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,7 @@ class ActiveJob:
         self.deferred: Deferred | None = None
         self.outgoing: Any = None
         self.children = 0
+        self._named: set[str] = set()
         self.in_body = False
         self.max_attempts: int = row.max_attempts
         self.asked: RetryAsked | None = None
@@ -296,11 +311,39 @@ class ActiveJob:
             raise self.lost()
         self.max_attempts = rows[0].max_attempts
 
-    def child_id(self) -> str:
-        """The id of the next message (or canvas) that the body makes: the same each time that the body runs."""
+    def child_id(self, named: str | None = None) -> str:
+        """The id of the next message (or canvas) that the body makes: the same each time that the body runs.
+
+        Arguments:
+            named: the message's own name, which makes its place in their order unimportant; once in a run.
+        """
+        branch = _branch.get()
+        with self._lock:
+            if named is not None and named not in self._named:
+                self._named.add(named)
+                place = f"named:{named}"
+            elif branch is not None and branch.job is self:
+                branch.children += 1
+                place = f"{branch.place}.{branch.children}"
+            else:
+                self.children += 1
+                place = str(self.children)
+        return str(uuid5(NAMESPACE_OID, f"{self.id}:{self.generation}:child:{place}"))
+
+    @contextlib.contextmanager
+    def branch(self) -> Iterator[None]:
+        """Within this block, and in threads that take its context along, messages are counted by themselves.
+
+        What others send meanwhile does not change their ids.
+        """
         with self._lock:
             self.children += 1
-            return str(uuid5(NAMESPACE_OID, f"{self.id}:{self.generation}:child:{self.children}"))
+            made = _Branch(self, self.children)
+        token = _branch.set(made)
+        try:
+            yield
+        finally:
+            _branch.reset(token)
 
     # -- the database, and reasons to stop -----------------------------------------------------------------------------
 

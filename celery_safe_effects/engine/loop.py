@@ -104,16 +104,19 @@ def close() -> None:
         found.close()
 
 
-def check() -> None:
+def check(what: str = "a coroutine") -> None:
     """Refuse a process whose threads are greenlets, since a loop needs a thread of its own.
+
+    Arguments:
+        what: is to run on the loop.
 
     Raises:
         ConfigurationError: under gevent's or eventlet's patches.
     """
     if native.threads_are_greenlets():
         raise ConfigurationError(
-            "`async def` tasks, effects and lookups need real threads, which gevent and eventlet replace: use the pool "
-            "prefork, threads or solo for them"
+            f"{what} is `async def` and needs an event loop in a thread of its own, which gevent and eventlet do not "
+            "leave: use the pool prefork, threads or solo for it"
         )
 
 
@@ -246,8 +249,13 @@ class _Running:
 # -- statements for coroutines -----------------------------------------------------------------------------------------
 
 
-async def in_thread(call: Callable[[], R]) -> tuple[R, asyncio.CancelledError | None]:
+async def in_thread(call: Callable[[], R], *, statements: bool = True) -> tuple[R, asyncio.CancelledError | None]:
     """Run blocking code of the protocol beside the loop, to its end.
+
+    Arguments:
+        call: takes nothing.
+        statements: whether it is nothing but statements; else it runs among the other things that the loop's user
+            runs in threads.
 
     Returns:
         its value, and the cancellation that arrived meanwhile, for the caller to raise when it has drawn the
@@ -257,7 +265,7 @@ async def in_thread(call: Callable[[], R]) -> tuple[R, asyncio.CancelledError | 
         BaseException: what it raised; a cancellation that arrived meanwhile is then of no more account.
     """
     loop = asyncio.get_running_loop()
-    future = loop.run_in_executor(_statements(), contextvars.copy_context().run, call)
+    future = loop.run_in_executor(_statements() if statements else None, contextvars.copy_context().run, call)
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import CellType, FunctionType
 from typing import Any
@@ -14,6 +15,7 @@ from celery.utils.threads import get_ident
 
 from ..engine import current, loop
 from ..errors import ConfigurationError
+from ..store.enlist import enlist_async, is_async
 
 _home: ContextVar[Any] = ContextVar("safe_effects_home", default=None)
 
@@ -91,3 +93,36 @@ def finished(value: Any) -> Any:
     if not inspect.isawaitable(value) or current.job() is None or loop.in_coroutine():
         return value
     return loop.complete(value)
+
+
+async def send(sending: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Send messages beside the event loop; in a job, their ids are as sure as if it were sent on it.
+
+    Arguments:
+        sending: takes the options.
+        options: of ``apply_async``; ``transaction`` may be asynchronous.
+
+    Raises:
+        ConfigurationError: for a transaction that another thread cannot use.
+        Exception: what ``sending`` raises.
+    """
+    job = current.job()
+    with job.branch() if job is not None else contextlib.nullcontext():
+        others = {name: value for name, value in options.items() if name != "transaction"}
+        transaction = options.get("transaction")
+        if transaction is None:
+            return await asyncio.to_thread(sending, **others)
+        if isinstance(transaction, str) or hasattr(transaction, "ensure_connection"):
+            raise ConfigurationError(
+                "transaction= got a Django connection, which belongs to a thread; call apply_async() inside the atomic "
+                "block, in a function that sync_to_async() runs"
+            )
+        if hasattr(transaction, "registry") and callable(transaction):  # scoped_session: whose, depends on the thread
+            transaction = transaction()
+        enlisted = await enlist_async(transaction) if is_async(transaction) else transaction
+        # Whoever is cancelled rolls back next: not before this is over.
+        call = functools.partial(sending, **others, transaction=enlisted)
+        result, cancelled = await loop.in_thread(call, statements=False)
+        if cancelled is not None:
+            raise cancelled
+        return result

@@ -133,7 +133,7 @@ class Publisher:
         if job is not None and options.get("task_id") != job.id:
             job.pass_over()
             if not options.get("task_id"):
-                options["task_id"] = job.child_id()
+                options["task_id"] = job.child_id(_own_name(options))
         own = job is not None and options.get("task_id") == job.id
         taken = own or options.get("idempotency_key") or self.is_safe(name)
         scope = _eta.set(_taken_eta(self.app, options) if taken else None)
@@ -621,14 +621,20 @@ def _transaction_of_a_part(name: str) -> ConfigurationError:
     return ConfigurationError(f"transaction= is given to the whole, not to {name!r} in it; nothing was enqueued")
 
 
+def _own_name(options: Mapping[str, Any]) -> str | None:
+    """What a message of a body is called, if its author names it."""
+    key = options.get("idempotency_key")
+    return None if key is None else f"{options.get('tenant') or ''}/{key}"
+
+
 def in_a_body(exc: IdempotencyConflict, sent_as: str | None) -> SafeEffectsError:
     """What a conflict means: under an id that follows from a job, its body sent something else before."""
     job = current.job()
     if job is None or exc.job_id != sent_as:
         return exc
     job.mismatch = ReplayMismatch(
-        f"message {job.children} of job {job.id} went out with another task or arguments before; the body must send "
-        "the same messages each time it runs",
+        f"message {exc.job_id} of job {job.id} went out with another task or arguments before; the body must send the "
+        "same messages each time it runs, and give those that may change places an idempotency_key",
         job_id=job.id,
     )
     return job.mismatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from ..effects import Effect, body_effect
 from ..engine import current, failures, loop
 from ..engine.job import ActiveJob, RetryAsked, RetryOver
 from ..errors import ConfigurationError, EffectRefused, LeaseLost, NoActiveJob, UndeclaredEffect
-from .asynchronous import apart, at_home, awaited_run, finished, follow
+from .asynchronous import apart, at_home, awaited_run, finished, follow, send
 from .trace import Traced
 
 if TYPE_CHECKING:
@@ -343,26 +343,24 @@ class SafeTask(Task):
     async def aapply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """As ``apply_async``, without blocking the event loop.
 
+        What is accepted when the call is cancelled stays accepted: enqueue again with the same ``idempotency_key`` or
+        ``task_id`` to learn.
+
         Arguments:
-            transaction: also SQLAlchemy's AsyncSession or AsyncConnection; its statements run on the loop.
+            transaction: also SQLAlchemy's AsyncSession or AsyncConnection, or psycopg's AsyncConnection; its statements
+                run on the loop. Not Django's, whose connections belong to a thread.
 
         Returns:
             the ``AsyncResult``.
+
+        Raises:
+            as ``apply_async``.
         """
-        transaction = options.get("transaction")
-        run_sync = getattr(transaction, "run_sync", None)
-        if isinstance(transaction, str) or hasattr(transaction, "ensure_connection"):
-            raise ConfigurationError(
-                "a transaction of Django's belongs to its thread: call apply_async(transaction=...) in the function "
-                "that sync_to_async() runs, beside the rows that it writes"
-            )
-        if run_sync is None:
-            return await asyncio.to_thread(self.apply_async, args, kwargs, **options)
+        return await send(functools.partial(self.apply_async, args, kwargs), options)
 
-        def enqueue(sync: Any) -> Any:
-            return self.apply_async(args, kwargs, **{**options, "transaction": sync})
-
-        return await run_sync(enqueue)
+    async def adelay(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``delay``, without blocking the event loop."""
+        return await self.aapply_async(args, kwargs)
 
     def start_strategy(self, app: Any, consumer: Any, **kwargs: Any) -> Any:
         """Refuse to consume for a SafeTask in an app without ``SafeEffects``: every delivery of it would fail."""

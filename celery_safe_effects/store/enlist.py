@@ -1,12 +1,15 @@
 """Statements inside a caller's own transaction: job and business rows commit or vanish together.
 
-Takes what applications hold: a SQLAlchemy Session or Connection, a psycopg connection, a Django connection or its
-alias. All of them must run on psycopg 3 and on the database that holds the truth.
+Takes what applications hold: a SQLAlchemy Session or Connection, a psycopg connection, the asynchronous ones of both, a
+Django connection or its alias. All of them must run on psycopg 3 and on the database that holds the truth.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -28,17 +31,14 @@ class Enlisted:
         after_commit: registers a function to be called right after the commit; ``None`` where nobody can tell us.
     """
 
-    def __init__(
-        self, connection: psycopg.Connection[Any], after_commit: Callable[[Callable[[], Any]], None] | None
-    ) -> None:
-        self.connection = connection
+    def __init__(self, connection: Any, after_commit: Callable[[Callable[[], Any]], None] | None) -> None:
+        self.connection: psycopg.Connection[Any] = connection
         self._after_commit = after_commit
 
     def rows(self, sql: str, params: Mapping[str, Any]) -> list[Any]:
         """Run a statement; whatever it raises, the caller's transaction stays usable."""
-        with self.connection.cursor(row_factory=namedtuple_row) as cursor, self._savepoint(cursor):
-            cursor.execute(sql.encode(), params)
-            return cursor.fetchall()
+        with self._savepoint():
+            return self._execute(sql.encode(), params)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -47,7 +47,7 @@ class Enlisted:
             with self.connection.transaction():
                 yield
             return
-        with self.connection.cursor() as cursor, self._savepoint(cursor):
+        with self._savepoint():
             yield
 
     @property
@@ -56,30 +56,119 @@ class Enlisted:
         idle = self.connection.info.transaction_status == pq.TransactionStatus.IDLE
         return self.connection.autocommit and idle
 
+    def _execute(self, query: bytes, params: Mapping[str, Any] | None = None) -> list[Any]:
+        with self.connection.cursor(row_factory=namedtuple_row) as cursor:
+            cursor.execute(query, params)
+            return cursor.fetchall() if cursor.description else []
+
     @contextlib.contextmanager
-    def _savepoint(self, cursor: psycopg.Cursor[Any]) -> Iterator[None]:
+    def _savepoint(self) -> Iterator[None]:
         if self._without_transaction:
             yield
             return
-        cursor.execute("SAVEPOINT safe_effects")
+        self._execute(b"SAVEPOINT safe_effects")
         try:
             # Nobody waits long for a key that another open transaction holds.
-            row: Any = cursor.execute("SELECT current_setting('lock_timeout') AS before").fetchone()
-            before = row[0] if row is not None else "0"
-            cursor.execute("SELECT set_config('lock_timeout', %s, true)", (LOCK_TIMEOUT,))
+            before = self._execute(b"SELECT current_setting('lock_timeout') AS before")[0].before
+            self._lock_timeout(LOCK_TIMEOUT)
             yield
         except BaseException:
             if not self.connection.closed:
-                self.connection.execute("ROLLBACK TO SAVEPOINT safe_effects")
-                self.connection.execute("RELEASE SAVEPOINT safe_effects")
+                self._execute(b"ROLLBACK TO SAVEPOINT safe_effects")
+                self._execute(b"RELEASE SAVEPOINT safe_effects")
             raise
-        self.connection.execute("SELECT set_config('lock_timeout', %s, true)", (before,))
-        self.connection.execute("RELEASE SAVEPOINT safe_effects")
+        self._lock_timeout(before)
+        self._execute(b"RELEASE SAVEPOINT safe_effects")
+
+    def _lock_timeout(self, value: str) -> None:
+        self._execute(b"SELECT set_config('lock_timeout', %(value)s, true)", {"value": value})
 
     def after_commit(self, call: Callable[[], Any]) -> None:
         """Call something right after the commit, if the transaction's kind can tell; else the sweeper does its work."""
         if self._after_commit is not None:
             self._after_commit(call)
+
+
+class EnlistedOnLoop(Enlisted):
+    """An asynchronous transaction, used by a thread beside the event loop on which its statements run.
+
+    Arguments:
+        connection: psycopg's asynchronous connection.
+        after_commit: as for :class:`Enlisted`.
+        loop: the event loop that the transaction belongs to.
+    """
+
+    def __init__(
+        self,
+        connection: psycopg.AsyncConnection[Any],
+        after_commit: Callable[[Callable[[], Any]], None] | None,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(connection, after_commit)
+        self._async = connection
+        self._loop = loop
+
+    def _execute(self, query: bytes, params: Mapping[str, Any] | None = None) -> list[Any]:
+        return asyncio.run_coroutine_threadsafe(self._run(query, params), self._loop).result()
+
+    async def _run(self, query: bytes, params: Mapping[str, Any] | None) -> list[Any]:
+        async with self._async.cursor(row_factory=namedtuple_row) as cursor:
+            await cursor.execute(query, params)
+            return await cursor.fetchall() if cursor.description else []
+
+    def after_commit(self, call: Callable[[], Any]) -> None:
+        """As :meth:`Enlisted.after_commit`; the call is made beside the loop, on which the commit happens."""
+
+        def beside() -> None:
+            self._loop.run_in_executor(None, contextvars.copy_context().run, call)
+
+        super().after_commit(beside)
+
+
+def is_async(transaction: Any) -> bool:
+    """Whether something is a transaction whose statements are awaited."""
+    return (
+        hasattr(transaction, "sync_session")
+        or hasattr(transaction, "sync_connection")
+        or isinstance(transaction, psycopg.AsyncConnection)
+    )
+
+
+async def enlist_async(transaction: Any) -> EnlistedOnLoop:
+    """Recognise SQLAlchemy's AsyncSession or AsyncConnection, or psycopg's AsyncConnection, on its event loop.
+
+    Raises:
+        ConfigurationError: for another driver, or a connection without an open transaction.
+    """
+    loop = asyncio.get_running_loop()
+    if isinstance(transaction, psycopg.AsyncConnection):
+        _must_be_open(transaction)
+        return EnlistedOnLoop(transaction, None, loop)
+    connection, after_commit = transaction, None
+    session = getattr(transaction, "sync_session", None)
+    if session is not None:
+        connection, after_commit = await transaction.connection(), functools.partial(_after_session_commit, session)
+    if not connection.in_transaction():
+        await connection.exec_driver_sql("SELECT 1")  # begins it, so that SQLAlchemy commits what we add
+    raw = (await connection.get_raw_connection()).driver_connection
+    if not isinstance(raw, psycopg.AsyncConnection):
+        raise _other_driver(raw)
+    return EnlistedOnLoop(raw, after_commit, loop)
+
+
+def _must_be_open(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    if connection.autocommit and connection.info.transaction_status == pq.TransactionStatus.IDLE:
+        kind = "async with" if isinstance(connection, psycopg.AsyncConnection) else "with"
+        raise ConfigurationError(
+            "transaction= got a psycopg connection in autocommit mode without an open transaction; "
+            f"open one: `{kind} connection.transaction(): ...`"
+        )
+
+
+def _other_driver(raw: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"transaction= runs on {type(raw).__module__}; it must use psycopg 3 (postgresql+psycopg://...)"
+    )
 
 
 def enlist(transaction: Any) -> Enlisted:
@@ -88,15 +177,15 @@ def enlist(transaction: Any) -> Enlisted:
     Raises:
         ConfigurationError: for something else, another driver, or a connection without an open transaction.
     """
+    if isinstance(transaction, Enlisted):
+        return transaction
     if isinstance(transaction, psycopg.Connection):
-        if transaction.autocommit and transaction.info.transaction_status == pq.TransactionStatus.IDLE:
-            raise ConfigurationError(
-                "transaction= got a psycopg connection in autocommit mode without an open transaction; "
-                "open one: `with connection.transaction(): ...`"
-            )
+        _must_be_open(transaction)
         return Enlisted(transaction, None)
-    if hasattr(transaction, "sync_session") or hasattr(transaction, "sync_connection"):
-        raise ConfigurationError("transaction= got an asynchronous session; use `await task.aapply_async(...)`")
+    if is_async(transaction):
+        raise ConfigurationError(
+            "transaction= got an asynchronous transaction; use `await task.aapply_async(...)`, `await op.aconfirm(...)`"
+        )
     if isinstance(transaction, str) or hasattr(transaction, "ensure_connection"):
         return _django(transaction)
     if hasattr(transaction, "exec_driver_sql"):
@@ -117,9 +206,7 @@ def _driver(connection: Any) -> psycopg.Connection[Any]:
         connection.exec_driver_sql("SELECT 1")  # begins it, so that SQLAlchemy commits what we add
     raw = connection.connection.driver_connection
     if not isinstance(raw, psycopg.Connection):
-        raise ConfigurationError(
-            f"transaction= runs on {type(raw).__module__}; it must use psycopg 3 (postgresql+psycopg://...)"
-        )
+        raise _other_driver(raw)
     return raw
 
 
@@ -138,7 +225,9 @@ def _after_session_commit(session: Any, call: Callable[[], Any]) -> None:
                     waiting()
 
         def rolled_back(session: Any) -> None:
-            session.info[_PENDING].clear()
+            # Also sent for a savepoint: what was enlisted before it stands.
+            if not session.in_nested_transaction():
+                session.info[_PENDING].clear()
 
         event.listen(session, "after_commit", committed)
         event.listen(session, "after_rollback", rolled_back)

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
+import psycopg
 import pytest
-from celery import current_task
+from celery import Celery, chord, current_task, group
 from celery.exceptions import SoftTimeLimitExceeded
 from pydantic import BaseModel
+from sqlalchemy import pool, text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from celery_safe_effects import (
     EffectRefused,
@@ -24,10 +27,15 @@ from celery_safe_effects import (
     NoActiveJob,
     Outcome,
     OutcomeUnknown,
+    SafeEffects,
     SafeTask,
     StepNameRequired,
+    effect,
+    native,
 )
 from celery_safe_effects.engine import loop
+from celery_safe_effects.engine.republish import Depth
+from celery_safe_effects.errors import ConfigurationError
 from celery_safe_effects.testing import eventually
 from tests.support.lab import Declined, Lab, names
 
@@ -55,17 +63,17 @@ def limit(seconds: float, exc: type[BaseException] = SoftTimeLimitExceeded) -> I
 @contextlib.contextmanager
 def slow(lab: Lab, monkeypatch: pytest.MonkeyPatch, statement: str, seconds: float) -> Iterator[threading.Event]:
     """Let a statement take its time; the event says that one is under way."""
-    rows = lab.safe.store.rows
+    send = lab.safe.store.send
     begun = threading.Event()
 
-    def slowly(name: str, /, **params: Any) -> Any:
+    def slowly(name: str, params: Any, sending: Any = None) -> Any:
         if name.startswith(statement):
             begun.set()
             time.sleep(seconds)
-        return rows(name, **params)
+        return send(name, params, sending)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lab.safe.store, "rows", slowly)
+        patch.setattr(lab.safe.store, "send", slowly)
         yield begun
 
 
@@ -480,6 +488,117 @@ def test_calls_in_flight_when_the_body_fails_are_waited_for(lab: Lab) -> None:
     assert eventually(lambda: later, 5), "what the body left behind starts no effect"
 
 
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def test_messages_of_a_coroutine_keep_their_ids_however_often_it_runs(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The transport in memory may not be used by several threads; who sweeps would ask it for the depth of a queue.
+    monkeypatch.setattr(lab.safe.publisher, "ask", lambda queue: Depth(None))
+    child = lab.task(lambda self, *args: None, effects=[])
+
+    async def body(self: Any) -> Any:
+        child.delay(1)
+        await asyncio.gather(child.adelay(2), child.aapply_async((3,)), lab.safe.aapply_async(child.s(4)))
+        await asyncio.gather(
+            lab.safe.aapply_async(chord([child.s(5), child.s(6)], child.s(7))),
+            lab.safe.aapply_async(group(child.s(8), child.s(9))),
+            lab.safe.aenqueue_many([child.s(10), child.s(11)]),
+        )
+        if self.job.attempt < 3:
+            lab.crash(self)
+        return "done"
+
+    task = lab.task(body, effects=[])
+    job = lab.run(task)
+    first = {r["id"] for r in lab.sql("SELECT id FROM jobs WHERE id <> %s", job)}
+    assert len(first) == 1 + 3 + 2 + 2 + 2
+    for _ in range(2):
+        lab.run(task, job=job)
+    assert {r["id"] for r in lab.sql("SELECT id FROM jobs WHERE id <> %s", job)} == first
+    assert lab.status(job) == "succeeded"
+    assert {r["parent_id"] for r in lab.sql("SELECT parent_id FROM jobs WHERE id = ANY (%s)", list(first))} == {job}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_messages_that_may_change_places_have_a_key(lab: Lab, named: bool) -> None:
+    """Without one it is said, and nothing is sent twice."""
+    child = lab.task(lambda self, *args: None, effects=[])
+
+    async def body(self: Any) -> Any:
+        order = [1, 2, 3] if self.job.attempt == 1 else [3, 1, 2]
+        for n in order:
+            key = {"idempotency_key": f"child-{n}"} if named else {}
+            await child.aapply_async((n,), **key)
+        if self.job.attempt == 1:
+            lab.crash(self)
+
+    task = lab.task(body, effects=[])
+    job = lab.run(task)
+    lab.run(task, job=job)
+    assert (lab.status(job), lab.row(job)["reason"]) == (
+        ("succeeded", None) if named else ("unknown", "replay_mismatch")
+    )
+    assert len(lab.sql("SELECT id FROM jobs WHERE id <> %s", job)) == 3
+
+
+# -- effects in the same database --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["session", "psycopg", "synchronous"])
+@pytest.mark.parametrize("then", ["commits", "rolls back"])
+def test_aconfirm_commits_the_outcome_with_the_users_own_rows(
+    lab: Lab, database_url: str, kind: str, then: str
+) -> None:
+    lab.sql("CREATE TABLE public.books (entry text)")
+    a = lab.async_effect("a", not_happened_on=ValueError)
+    dsn = database_url.replace("+psycopg", "")
+    attempts: list[int] = []
+
+    async def write(op: Any) -> Any:
+        attempts.append(op.attempt)
+        good = then == "commits" or len(attempts) > 1
+        insert = "INSERT INTO public.books VALUES ('entry')"
+        if kind == "session":
+            engine = create_async_engine(database_url, poolclass=pool.NullPool)
+            async with AsyncSession(engine) as session:
+                await session.execute(text(insert))
+                with pytest.raises(ConfigurationError, match="aconfirm"):
+                    op.confirm("entry-1", transaction=session)
+                await op.aconfirm("entry-1", {"n": 1}, transaction=session)
+                await (session.commit() if good else session.rollback())
+            await engine.dispose()
+        elif kind == "psycopg":
+            async with await psycopg.AsyncConnection.connect(dsn) as connection:
+                await connection.execute(insert)
+                await op.aconfirm("entry-1", {"n": 1}, transaction=connection)
+                await (connection.commit() if good else connection.rollback())
+        else:
+            with psycopg.connect(dsn) as sync:
+                sync.execute(insert)
+                await op.aconfirm("entry-1", {"n": 1}, transaction=sync)
+                (sync.commit if good else sync.rollback)()
+        if not good:
+            raise ValueError("rolled back")
+        return "ignored"
+
+    lab.behaviour["a"] = write
+
+    async def body(self: Any) -> Any:
+        return (await a()).result
+
+    task = lab.task(body, effects=[a])
+    job = lab.run(task)
+    if then != "commits":
+        assert lab.operations(job) == {"1": "not_happened"}
+        assert lab.sql("SELECT * FROM public.books") == []
+        lab.sql("UPDATE job SET run_after = NULL")
+        lab.run(task, job=job)
+    assert lab.sql("SELECT * FROM public.books") == [{"entry": "entry"}]
+    assert (lab.row(job)["outcome_ref"], lab.row(job)["result"]) == ("entry-1", {"n": 1})
+
+
 # -- interrupted -------------------------------------------------------------------------------------------------------
 
 
@@ -705,12 +824,26 @@ def test_the_loop_ends_with_its_tasks_and_a_new_one_begins_when_needed() -> None
     loop.close()
 
 
-def test_gevent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Patched:
-        @staticmethod
-        def is_module_patched(name: str) -> bool:
-            return name == "threading"
+@pytest.mark.parametrize("what", ["body", "effect", "lookup", "lookup of the body"])
+def test_a_pool_of_greenlets_is_refused_at_start(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    async def later(op: Any) -> Any:
+        return None
 
-    monkeypatch.setitem(sys.modules, "gevent.monkey", Patched)
-    with pytest.raises(Exception, match=r"prefork, threads or solo"):
+    def now(op: Any) -> Any:
+        return None
+
+    charge: Any = effect(name=next(names))(later if what == "effect" else now)
+    if what == "lookup":
+        charge.lookup(later)
+    app = Celery("greenlets", set_as_current=False)
+    safe = SafeEffects(app)
+    options = {"effect_options": {"lookup": later}} if what == "lookup of the body" else {"effects": [charge]}
+    task = app.task(base=SafeTask, name=next(names), shared=False, **options)(later if what == "body" else now)
+    safe.check_declarations()
+    monkeypatch.setattr(native, "threads_are_greenlets", lambda: True)
+    named = charge.name if what in ("effect", "lookup") else task.name
+    with pytest.raises(ConfigurationError, match=rf"{named}' is `async def`.*prefork, threads or solo"):
+        safe.check_declarations()
+    with pytest.raises(ConfigurationError, match="an event loop in a thread of its own"):
         loop.check()
+    app.close()
