@@ -35,8 +35,6 @@ def test_fault_30_connections_opened_at_import_do_not_reach_the_children(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server_log = len(own_postgres.log())
-    # This is about connections; waiting for the disk three thousand times is not.
-    own_postgres.configure(synchronous_commit=False)
     monkeypatch.setattr(processes, "APP", "tests.support.faults2_early:app")
     worker = workers("a", concurrency=4)
     children: set[int] = set()
@@ -55,7 +53,6 @@ def test_fault_30_connections_opened_at_import_do_not_reach_the_children(
             message="all of them ran",
         )
         children |= set(worker.children())
-    own_postgres.configure(synchronous_commit=True)
 
     backends: dict[int, set[int]] = defaultdict(set)
     rows = sql("SELECT result, attempts FROM jobs")
