@@ -85,8 +85,10 @@ class Row:
         self.job_id = job_id
 
     @contextmanager
-    def held(self) -> Iterator[psycopg.Connection[Any]]:
+    def held(self, statement: str) -> Iterator[psycopg.Connection[Any]]:
         with psycopg.connect(self.dsn) as connection:
+            if statement == RENEW:  # passes by a row that is held
+                connection.execute("LOCK TABLE safe_effects.job IN EXCLUSIVE MODE")
             found = connection.execute("SELECT 1 FROM safe_effects.job WHERE id = %s FOR UPDATE", (self.job_id,))
             assert found.fetchone()
             yield connection
@@ -101,13 +103,13 @@ class Row:
 
     def terminate(self, statement: str, begin: Callable[[], object]) -> None:
         """End the connection before its statement commits."""
-        with self.held():
+        with self.held(statement):
             begin()
             self.sql("SELECT pg_terminate_backend(%s)", self.waiting(statement))
 
     def lose_the_reply(self, proxy: TcpProxy, statement: str, begin: Callable[[], object]) -> None:
         """Let the statement commit, and cut the connection before anybody hears of it."""
-        with self.held():
+        with self.held(statement):
             begin()
             pid = self.waiting(statement)
             proxy.blackhole()
