@@ -700,13 +700,12 @@ class Execution:
             raise Ignore
         if status == JobStatus.CANCELLED:
             self._tell_cancelled(rows[0].reason or "cancelled", job.fence)
-        self._settles(job.fence)
+        error = end.value if status == JobStatus.FAILED and end.wish == "again" else end.tell
+        self._settles(job.fence, error)
         if end.sends is not None:
             self.safe.publisher.wire.send_one(Message.of(self.task.app, end.sends))
-        if status == JobStatus.FAILED and end.wish == "again":
-            raise end.value
-        if end.tell is not None:
-            raise end.tell
+        if error is not None:
+            raise error
         return end.value
 
     def _already_left(self, job: ActiveJob) -> list[Row]:

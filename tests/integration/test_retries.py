@@ -532,6 +532,7 @@ def test_exceptions_that_are_hard_to_keep(lab: Lab, kind: str, how: str) -> None
             told = lab.deliver(task, job)
         row = lab.row(job)
         assert (row["status"], name in row["last_error"], told.info.state) == ("failed", True, "FAILURE")
+        assert lab.app.backend.get_task_meta(job, cache=False)["status"] == "FAILURE"
         assert len(lab.sql("SELECT error::text AS e FROM job WHERE id = %s", job)[0]["e"]) < 30_000
         # What is told again later is of the same class where that can be made, and never another state.
         lab.safe.flush()

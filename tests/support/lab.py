@@ -109,9 +109,10 @@ class Lab:
         """
         request = {"id": job, "task": task.name, "is_eager": False, "delivery_info": {}, "hostname": "lab"}
         task = self.app.tasks[task.name]
+        task.__trace__ = build_tracer(task.name, task, app=self.app)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.safe.publisher, "deliver_now", lambda *ids: 0)
-            told = build_tracer(task.name, task, app=self.app)(job, args, kwargs, request)
+            told = task.__trace__(job, args, kwargs, request)
         if due:
             self.sql("UPDATE job SET run_after = NULL WHERE id = %s AND status = 'queued'", job)
         return told
