@@ -27,7 +27,8 @@ LIMITS: Final = 100
 SAMPLE: Final = 1_000
 """Jobs of each queue, from the oldest on, among which tenants and jobs that never started are found."""
 COUNTED: Final = 100_000
-"""Where counting queued jobs ends, all queues together; but each queue and tenant is counted to at least ``SAMPLE``."""
+OF_TENANTS: Final = 20_000
+"""Where counting the jobs of queues, and of tenants, ends, all together; but each to at least ``SAMPLE``."""
 MOST: Final = 10_000
 """Where other counting ends: live jobs, unknown operations, parked and waiting jobs."""
 SEEN_FOR: Final = 60.0
@@ -221,7 +222,7 @@ class Metrics:
                 tenant = row.tenant if row.tenant in tenants else OTHER
                 _put(found, "queue_oldest_age_seconds", row.age, queue, tenant, by=max)
         names = [queue for queue in by_queue if queue]
-        for row in self.store.rows("METRICS_DEPTHS", queues=names, most=_share(len(names))):
+        for row in self.store.rows("METRICS_DEPTHS", queues=names, most=_share(COUNTED, len(names))):
             _put(found, "queued_jobs", row.jobs, row.name)
         return _top(oldest, TOP)
 
@@ -244,7 +245,7 @@ class Metrics:
         busiest = _top(live, TOP)
         tenants = list(dict.fromkeys([*oldest, *busiest, *named]))
         pools = list(dict.fromkeys(scope.partition(":")[2] for scope, _, _ in limits if scope.startswith("pool:")))
-        rows = self.store.rows("METRICS_USE", tenants=tenants, pools=pools, most=_share(len(tenants)))
+        rows = self.store.rows("METRICS_USE", tenants=tenants, pools=pools, most=_share(OF_TENANTS, len(tenants)))
         use = {(row.kind, row.name): row for row in rows}
         of_tenants = [row for row in rows if row.kind == "tenant"]
         shown = {*oldest, *busiest, *named[:TOP]}
@@ -331,9 +332,9 @@ def _top(values: Mapping[str, float], n: int) -> list[str]:
     return sorted(values, key=lambda name: (-values[name], name))[:n]
 
 
-def _share(parts: int) -> int:
+def _share(most: int, parts: int) -> int:
     """How far each of so many parts is counted."""
-    return max(SAMPLE, COUNTED // max(parts, 1))
+    return max(SAMPLE, most // max(parts, 1))
 
 
 __all__ = ["CATALOG", "Metric", "Metrics", "Sample"]
