@@ -157,6 +157,8 @@ _COUNTERS: Final = {
 """From names in the table of counters to metrics."""
 
 Samples = dict[str, dict[tuple[str, ...], float]]
+Run = Callable[..., list[Any]]
+"""Runs a statement by its name."""
 
 
 class Metrics:
@@ -183,12 +185,15 @@ class Metrics:
             StoreUnavailable: when the database cannot be reached.
         """
         found: Samples = {family.name: {} for family in CATALOG}
-        oldest = self._queues(found)
-        live = self._live(found)
-        self._limits(found, oldest, live)
-        self._open_questions(found)
-        self._counters(found)
-        self._rest(found)
+        limits = self.admission.on_jobs()[:LIMITS]
+        with self.store.transaction() as rows:
+            rows("METRICS_BEGIN")
+            oldest = self._queues(found, rows)
+            live = self._live(found, rows)
+            self._limits(found, rows, limits, oldest, live)
+            self._open_questions(found, rows)
+            self._counters(found, rows)
+            self._rest(found, rows)
         return [
             Metric(
                 family.name,
@@ -204,8 +209,8 @@ class Metrics:
 
     # -- gauges --------------------------------------------------------------------------------------------------------
 
-    def _queues(self, found: Samples) -> list[str]:
-        rows = self.store.rows("METRICS_QUEUES", queues=QUEUES, sample=SAMPLE, patience=self.patience)
+    def _queues(self, found: Samples, run: Run) -> list[str]:
+        rows = run("METRICS_QUEUES", queues=QUEUES, sample=SAMPLE, patience=self.patience)
         by_queue: dict[str, list[Any]] = defaultdict(list)
         oldest: dict[str, float] = {}
         for row in rows:
@@ -222,30 +227,36 @@ class Metrics:
                 tenant = row.tenant if row.tenant in tenants else OTHER
                 _put(found, "queue_oldest_age_seconds", row.age, queue, tenant, by=max)
         names = [queue for queue in by_queue if queue]
-        for row in self.store.rows("METRICS_DEPTHS", queues=names, most=_share(COUNTED, len(names))):
+        for row in run("METRICS_DEPTHS", queues=names, most=_share(COUNTED, len(names))):
             _put(found, "queued_jobs", row.jobs, row.name)
         return _top(oldest, TOP)
 
-    def _live(self, found: Samples) -> dict[str, float]:
+    def _live(self, found: Samples, run: Run) -> dict[str, float]:
         tenants: dict[str, float] = defaultdict(float)
         for status in ("leased", "running"):
             _put(found, "live_jobs", 0, status)
             _put(found, "live_oldest_age_seconds", 0.0, status)
         _put(found, "overdue_leases", 0)
-        for row in self.store.rows("METRICS_LIVE", most=MOST):
+        for row in run("METRICS_LIVE", most=MOST):
             tenants[row.tenant] += row.jobs
             _put(found, "live_jobs", row.jobs, row.status, by=_sum)
             _put(found, "live_oldest_age_seconds", row.age or 0.0, row.status, by=max)
             _put(found, "overdue_leases", row.overdue, by=_sum)
         return tenants
 
-    def _limits(self, found: Samples, oldest: Sequence[str], live: Mapping[str, float]) -> None:
-        limits = self.admission.on_jobs()[:LIMITS]
+    def _limits(
+        self,
+        found: Samples,
+        run: Run,
+        limits: Sequence[tuple[str, str, float]],
+        oldest: Sequence[str],
+        live: Mapping[str, float],
+    ) -> None:
         named = [scope.partition(":")[2] for scope, _, _ in limits if scope.startswith("tenant:")]
         busiest = _top(live, TOP)
         tenants = list(dict.fromkeys([*oldest, *busiest, *named]))
         pools = list(dict.fromkeys(scope.partition(":")[2] for scope, _, _ in limits if scope.startswith("pool:")))
-        rows = self.store.rows("METRICS_USE", tenants=tenants, pools=pools, most=_share(OF_TENANTS, len(tenants)))
+        rows = run("METRICS_USE", tenants=tenants, pools=pools, most=_share(OF_TENANTS, len(tenants)))
         use = {(row.kind, row.name): row for row in rows}
         of_tenants = [row for row in rows if row.kind == "tenant"]
         shown = {*oldest, *busiest, *named[:TOP]}
@@ -260,30 +271,30 @@ class Metrics:
             _put(found, "limit_value", value, scope, limit)
             _put(found, "limit_in_use", max((getattr(row, column) for row in against), default=0), scope, limit)
 
-    def _open_questions(self, found: Samples) -> None:
-        rows = self.store.rows("METRICS_UNKNOWN", most=MOST)
+    def _open_questions(self, found: Samples, run: Run) -> None:
+        rows = run("METRICS_UNKNOWN", most=MOST)
         top = set(_top({row.effect: row.operations for row in rows}, TOP))
         for row in rows:
             effect = row.effect if row.effect in top else OTHER
             _put(found, "unknown_operations", row.operations, effect, by=_sum)
             _put(found, "unknown_oldest_age_seconds", row.age, effect, by=max)
-        for row in self.store.rows("METRICS_PARKED", most=MOST):
+        for row in run("METRICS_PARKED", most=MOST):
             _put(found, "parked_jobs", row.jobs, row.reason)
-        for row in self.store.rows("METRICS_WAITING", most=MOST):
+        for row in run("METRICS_WAITING", most=MOST):
             _put(found, "waiting_jobs", row.jobs, row.reason)
 
-    def _rest(self, found: Samples) -> None:
-        row = self.store.rows("METRICS_REST", most=MOST)[0]
+    def _rest(self, found: Samples, run: Run) -> None:
+        row = run("METRICS_REST", most=MOST)[0]
         _put(found, "jobs_accepted_total", row.accepted)
         _put(found, "double_effect_operations", row.doubled)
         _put(found, "reconcile_lag_seconds", max(0.0, row.reconcile_lag or 0.0))
         _put(found, "publish_lag_seconds", max(0.0, row.publish_lag or 0.0))
-        for row in self.store.rows("METRICS_MAINTENANCE"):
+        for row in run("METRICS_MAINTENANCE"):
             if row.finished is not None:
                 _put(found, "last_finished_timestamp_seconds", row.finished, row.name)
             _put(found, "maintenance_runs_total", row.runs, row.name)
         pause = 0.0
-        for row in self.store.rows("METRICS_WORKERS", most=SAMPLE):
+        for row in run("METRICS_WORKERS", most=SAMPLE):
             pause = max(pause, row.longest_pause)
             if not row.stopped and row.silent < SEEN_FOR:
                 _put(found, "workers", 1, row.version, by=_sum)
@@ -291,14 +302,14 @@ class Metrics:
 
     # -- counters ------------------------------------------------------------------------------------------------------
 
-    def _counters(self, found: Samples) -> None:
+    def _counters(self, found: Samples, run: Run) -> None:
         for family in CATALOG:
             for label in family.known:
                 found[family.name][label,] = 0
             if family.kind == "counter" and not family.labels:
                 found[family.name][()] = 0
         labels = {family.name: family.labels for family in CATALOG}
-        for row in self.store.rows("METRICS_COUNTERS", most=MOST):
+        for row in run("METRICS_COUNTERS", most=MOST):
             if row.name == "leases_lost":
                 _put(found, "leases_lost_total", row.value, "renewal" if row.label == "renewal" else "job", by=_sum)
                 continue
@@ -310,8 +321,7 @@ class Metrics:
             if not labels[PREFIX + name]:
                 _put(found, name, row.value, by=_sum)
                 continue
-            # A label that carries more than its class (a key, a text) is that class.
-            label = str(row.label).partition(":")[0] or OTHER
+            label = row.label or OTHER
             taken = found[PREFIX + name]
             _put(found, name, row.value, label if (label,) in taken or len(taken) < LIMITS else OTHER, by=_sum)
 

@@ -322,6 +322,7 @@ class Execution:
                 raise Ignore
             if row.waiting_for is not None:
                 logger.info("job %s waits: %s", self.id, row.reason)
+                # The class alone: what follows may be anybody's business key.
                 self.safe.count("deferrals", (row.reason or "").partition(":")[0])
                 raise Ignore(f"job {self.id} waits for {row.waiting_for}")
             if (row.wait_s or 0) > 0:

@@ -1172,12 +1172,19 @@ SELECT clock_timestamp() AS at, (SELECT max(version) FROM {s}.schema_version) AS
 
 # -- metrics: each reads a bounded number of rows by an index, whatever the tables hold ------------------------------
 
+# For one transaction. The bounds are parameters, of which a generic plan knows nothing; and compiling such statements
+# would take longer than running them.
+METRICS_BEGIN: Final = """
+SELECT set_config('plan_cache_mode', 'force_custom_plan', true) AS plans, set_config('jit', 'off', true) AS jit
+"""
+_READY: Final = "j.status >= 'queued' AND j.status <= 'queued'"
+"""The condition of the index job_ready, and of no other."""
 # The queues, and of each the oldest jobs that could have started. now(): a volatile time is no bound for an index.
 METRICS_QUEUES: Final = """
 WITH RECURSIVE queue (name, n) AS (
-    (SELECT j.queue, 1 FROM {s}.job j WHERE j.status = 'queued' AND j.queue IS NOT NULL ORDER BY j.queue LIMIT 1)
+    (SELECT j.queue, 1 FROM {s}.job j WHERE {queued} AND j.queue IS NOT NULL ORDER BY j.queue LIMIT 1)
     UNION ALL
-    SELECT (SELECT j.queue FROM {s}.job j WHERE j.status = 'queued' AND j.queue > q.name ORDER BY j.queue LIMIT 1),
+    SELECT (SELECT j.queue FROM {s}.job j WHERE {queued} AND j.queue > q.name ORDER BY j.queue LIMIT 1),
            q.n + 1
       FROM queue q WHERE q.name IS NOT NULL AND q.n < %(queues)s
 ),
@@ -1186,14 +1193,14 @@ oldest AS (
         SELECT j.tenant, greatest(j.created_at, j.run_after) AS ready_at,
                j.started_at IS NULL AND j.waiting_for IS NULL AS never_started
           FROM {s}.job j
-         WHERE j.status = 'queued' AND j.queue = q.name AND greatest(j.created_at, j.run_after) <= now()
+         WHERE {queued} AND j.queue = q.name AND greatest(j.created_at, j.run_after) <= now()
          ORDER BY greatest(j.created_at, j.run_after) LIMIT %(sample)s) o ON true
     WHERE q.name IS NOT NULL
     UNION ALL
     (SELECT '', j.tenant, greatest(j.created_at, j.run_after),
             j.started_at IS NULL AND j.waiting_for IS NULL
        FROM {s}.job j
-      WHERE j.status = 'queued' AND j.queue IS NULL AND greatest(j.created_at, j.run_after) <= now()
+      WHERE {queued} AND j.queue IS NULL AND greatest(j.created_at, j.run_after) <= now()
       ORDER BY greatest(j.created_at, j.run_after) LIMIT %(sample)s)
 )
 SELECT o.queue, o.tenant, extract(epoch FROM now() - min(o.ready_at))::float8 AS age,
@@ -1201,12 +1208,12 @@ SELECT o.queue, o.tenant, extract(epoch FROM now() - min(o.ready_at))::float8 AS
        count(*) FILTER (WHERE o.never_started AND o.ready_at < now() - %(patience)s::float8 * interval '1 second')
            AS never_started
   FROM oldest o GROUP BY o.queue, o.tenant
-"""
+""".replace("{queued}", _READY)
 METRICS_DEPTHS: Final = """
 SELECT q.name, (SELECT count(*) FROM (
            SELECT FROM {s}.job j WHERE j.status = 'queued' AND j.queue = q.name LIMIT %(most)s) c) AS jobs
   FROM unnest(%(queues)s::text[]) AS q (name)
-"""
+""".replace("j.status = 'queued'", _READY)
 # Queued and running jobs of some tenants and pools, counted up to a bound.
 METRICS_USE: Final = """
 SELECT 'tenant' AS kind, t.name,
