@@ -273,6 +273,7 @@ def test_a_process_that_comes_back_late_to_its_leases_says_so(lab: Lab, sql: Sql
         lab.safe.store.rows("WORKER_SEEN", node=held.lease.owner.split("/")[0], **worker)
         held.renewed -= 25  # as after a pause
         lab.safe.keeper.renew()
+        lab.safe.keeper.speak()
 
     lab.run(lab.task(body, effects=[]))
     (row,) = sql("SELECT longest_pause FROM worker")
