@@ -19,7 +19,6 @@ class Gathered(NamedTuple):
     """A SafeTask's message that waits for its batch."""
 
     hint: Message
-    envelope: Envelope
     candidate: Candidate
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from kombu import serialization
+from kombu.exceptions import DecodeError
 
 from .. import canonical
 from . import routing
@@ -28,6 +30,10 @@ HEADERS: Final = (
 TRACE: Final = ("traceparent", "tracestate")
 """What a tracer adds to them (W3C Trace Context)."""
 
+INERT: Final = frozenset(
+    {"application/json", "application/x-msgpack", "application/data", "application/text", "text/plain"}
+)
+"""Content types that are data and nothing else: decoding them runs no code of the message's."""
 OPAQUE: Final = "raw:"
 """Begins the digest of a call whose arguments are not JSON."""
 
@@ -50,6 +56,24 @@ class Raw(NamedTuple):
     content_type: str
     encoding: str
     data: Any
+
+    @property
+    def inert(self) -> bool:
+        """Whether decoding it cannot run anything."""
+        return self.content_type in INERT
+
+    @classmethod
+    def stored(cls, data: bytes) -> Raw:
+        """The body of a stored envelope."""
+        content_type, encoding, body, _ = json.loads(bytes(data).decode("utf-8", "surrogatepass"))["content"]
+        return cls(content_type, encoding, base64.b64decode(body["base64"]) if isinstance(body, dict) else body)
+
+    def same_as(self, other: Raw) -> bool:
+        """Whether both carry the same call: byte for byte, or as JSON."""
+        if self.content_type != other.content_type:
+            return False
+        mine, others = _bytes(self.data), _bytes(other.data)
+        return mine == others or (self.content_type == JSON and _plain(mine) == _plain(others))
 
 
 @dataclass(frozen=True)
@@ -190,14 +214,12 @@ class Envelope:
     def decode(cls, data: bytes) -> Envelope:
         """Read a stored envelope. What is not JSON is passed on as it is: nobody here needs to understand it."""
         stored = json.loads(bytes(data).decode("utf-8", "surrogatepass"))
-        content_type, encoding, body, serializer = stored["content"]
-        raw = base64.b64decode(body["base64"]) if isinstance(body, dict) else body
+        body: Any = Raw.stored(data)
         options = dict(stored["options"])
-        if content_type == JSON:
-            options["serializer"] = serializer
-            body = serialization.loads(raw, content_type, encoding, accept={JSON})
-        else:
-            body = Raw(content_type, encoding, raw)
+        if body.content_type == JSON:
+            options["serializer"] = stored["content"][3]
+            with contextlib.suppress(DecodeError):  # kept unread, since it could not be read
+                body = serialization.loads(body.data, body.content_type, body.encoding, accept={JSON})
         return cls(stored["headers"], stored["properties"], body, options)
 
     def read(self, accept: Any) -> Any:
@@ -223,6 +245,13 @@ class Envelope:
         if retries is not None:
             headers["retries"] = retries
         return replace(self, headers=headers)
+
+
+def _plain(data: bytes) -> Any:
+    try:
+        return json.loads(data, parse_constant=str)  # NaN is not equal to itself
+    except ValueError:
+        return object()
 
 
 def _bytes(data: Any) -> bytes:

@@ -110,19 +110,19 @@ class Execution:
             Exception: the job's own error; the job has failed.
         """
         digest = arguments_digest(self.task.name, self.args, self.kwargs)
-        if self.mark is None:
-            if is_marked(getattr(self.request, MARK, None)):
-                # Of a version that says more than this one knows. The sweep gives the job again, in this one's words.
-                self._stale("mark_of_another_version")
+        opaque = self.mark is not None and self.mark.digest.startswith(OPAQUE)
+        if self.mark is None and is_marked(getattr(self.request, MARK, None)):
+            # Of a version that says more than this one knows. The sweep gives the job again, in this one's words.
+            self._stale("mark_of_another_version")
+        if self.mark is not None:
+            if digest != self.mark.digest and not opaque:  # those were compared before they were decoded
+                self._forged("payload_differs")
+            digest = self.mark.digest
+        if self.mark is None or opaque:
             # Its producer gave the continuations no ids that would stay the same if they were sent twice.
             embed = self.safe.publisher.definite(self._envelope(), self.task._options_of_apply()).body[2]
             for name in ("callbacks", "errbacks", "chain", "chord"):
                 setattr(self.request, name, embed.get(name))
-        else:
-            comparable = digest is not None and not self.mark.digest.startswith(OPAQUE)
-            if comparable and digest != self.mark.digest:
-                self._stale("payload_differs")
-            digest = self.mark.digest
         with ExitStack() as alarm:
             try:
                 return self._deliver(digest, alarm)
@@ -148,7 +148,7 @@ class Execution:
             row, since = self._claim(digest, token, nonce, alarm)
             if row is None or row.lease_token != token or row.status != JobStatus.RUNNING:
                 self.safe.keeper.drop(held)
-                return self._not_claimed(row)
+                return self._not_claimed(row, digest)
             held.claimed(row.fence, since)
             self.request.retries = row.retries
             # The fence never shrinks; attempts do, by an operator's retry or a deferral.
@@ -205,6 +205,9 @@ class Execution:
             "ttl": self._ttl(),
             "generation": self.mark.generation if self.mark is not None else 0,
             "digest": digest,
+            "task": self.task.name,
+            "seq": self.mark.seq if self.mark is not None else None,
+            "tenant": self.mark.tenant if self.mark is not None else None,
             "limits": self.safe.admission.running({"max_operations": self.task.max_operations}),
         }
         statement = "CLAIM"
@@ -285,20 +288,7 @@ class Execution:
             except IdempotencyConflict:
                 self._stale("payload_differs")
             return True
-        missing = self._insist("MISSING", id=self.id, seq=self.mark.seq)[0]
-        if missing.from_the_future and not missing.pruned:
-            envelope = self._envelope()
-            self._insist(
-                "INSERT_MISSING",
-                id=self.id,
-                task=self.task.name,
-                tenant=self.mark.tenant,
-                queue=(self.request.delivery_info or {}).get("routing_key"),
-                digest=self.mark.digest,
-                envelope=envelope.encode(envelope.serializer or self.task.app.conf.task_serializer),
-                owner=self.owner,
-            )
-            logger.error("job %s has a message but no row: the database is older than the broker; parked", self.id)
+        if self.safe.publisher.park_missing(self._insist, self._envelope(), self.mark, self.owner):
             self._tell_unknown("row_missing")
         self._stale("no_row")
 
@@ -308,9 +298,10 @@ class Execution:
             request, self.args if args is None else args, self.kwargs if kwargs is None else kwargs
         )
 
-    def _not_claimed(self, row: Row | None) -> Any:
+    def _not_claimed(self, row: Row | None, digest: str | None) -> Any:
         if row is None:
             self._stale("no_row")
+        self._belongs(row, digest)
         if row.status in {s.value for s in TERMINAL}:
             if row.settled or not row.settle_due:
                 self._stale("finished")
@@ -341,6 +332,20 @@ class Execution:
             return canonical.decode(row.result)
         error = failures.from_json(canonical.decode(row.error) or {"text": f"job {self.id} failed: {row.reason}"})
         raise self._settles(row.fence, error)
+
+    def _belongs(self, row: Row, digest: str | None) -> None:
+        """A message may move its own row alone, and only by what the row says of it."""
+        mark = self.mark
+        if mark is not None and mark.generation < row.generation:
+            self._stale("older_generation")
+        if mark is not None and (mark.seq, mark.tenant, mark.generation) != (row.seq, row.tenant, row.generation):
+            self._forged("mark_differs")
+        if row.task != self.task.name or (digest is not None and digest != row.args_digest):
+            self._forged("payload_differs")
+
+    def _forged(self, why: str) -> NoReturn:
+        logger.warning("a message of job %s does not belong to its row (%s) and is refused", self.id, why)
+        self._stale(why)
 
     def _stale(self, why: str) -> NoReturn:
         logger.info("delivery of job %s is stale (%s) and ignored", self.id, why)

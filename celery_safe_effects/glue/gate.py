@@ -8,14 +8,14 @@ sweep gives it again, by and by to a worker that has the SafeTask.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
-from celery.exceptions import InvalidTaskError
 
-from .. import canonical, signals
+from .. import signals
 from .envelope import MARK, is_marked
+from .intake import Intake
 from .task import SafeTask
 
 if TYPE_CHECKING:
@@ -38,9 +38,10 @@ class Strategies(dict[str, Callable[..., Any]]):
         self.consumer = consumer
 
     def __setitem__(self, name: str, strategy: Callable[..., Any]) -> None:
-        safe = isinstance(self.consumer.app.tasks.get(name), SafeTask)
-        wrap = _well_formed_only if safe else self._unmarked_only
-        super().__setitem__(name, wrap(name, strategy))
+        if isinstance(self.consumer.app.tasks.get(name), SafeTask):
+            super().__setitem__(name, Intake(self.safe, self.consumer, name, strategy))
+        else:
+            super().__setitem__(name, self._unmarked_only(name, strategy))
 
     def __missing__(self, name: str) -> Callable[..., Any]:
         def unknown(message: Any, *_: Any) -> None:
@@ -66,32 +67,6 @@ class Strategies(dict[str, Callable[..., Any]]):
             return None
 
         return handle
-
-
-def _well_formed_only(name: str, strategy: Callable[..., Any]) -> Callable[..., Any]:
-    """A message made by hand may lack what Celery's consumer counts on: it would end the worker, again and again."""
-
-    def handle(message: Any, payload: Any, *more: Any) -> Any:
-        headers = message.headers or {}
-        if "task" in headers:
-            job_id, body = headers.get("id"), message.payload
-        else:  # message protocol 1
-            job_id, body = payload.get("id"), [payload.get("args", []), payload.get("kwargs", {}), {}]
-        if not canonical.is_text(job_id):
-            raise InvalidTaskError(f"a message of {name} has {job_id!r} in place of an id; it needs a non-empty string")
-        if not (
-            isinstance(body, (list, tuple))
-            and len(body) == 3
-            and isinstance(body[0], (list, tuple))
-            and isinstance(body[1], Mapping)
-            and isinstance(body[2] or {}, Mapping)
-        ):
-            raise InvalidTaskError(
-                f"message {job_id} of {name} has a body other than [[arguments], {{keywords}}, {{...}}]"
-            )
-        return strategy(message, payload, *more)
-
-    return handle
 
 
 def make_gate(safe: SafeEffects) -> type[bootsteps.StartStopStep]:

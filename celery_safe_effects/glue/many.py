@@ -153,11 +153,11 @@ class Many:
     def _said(self, one: Gathered, verdict: Verdict) -> Enqueued:
         error = verdict.error
         if isinstance(error, IdempotencyConflict):
-            told = in_a_body(error, one.envelope.id)
+            told = in_a_body(error, one.candidate.id)
             if told is not error:
                 raise told from error
         status: Any = verdict.status
-        if status == "existing" and verdict.job_id == one.envelope.id and current.job() is not None:
+        if status == "existing" and verdict.job_id == one.candidate.id and current.job() is not None:
             status = "accepted"  # in a body that runs again, the answer is the first one's
         return Enqueued(status, verdict.job_id, error)
 

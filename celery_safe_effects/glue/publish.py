@@ -39,10 +39,10 @@ from ..errors import (
 from ..states import UNKNOWN_STATE, JobStatus
 from ..store.enlist import enlist
 from . import canvas, routing
-from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Door, Run, Verdict, key_of, time_of
+from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Candidate, Door, Run, Verdict, key_of, time_of
 from .batch import Batch, Gathered, gathering, stored
 from .continuations import Continuations
-from .envelope import MARK, Envelope, Mark, Raw, arguments_digest, is_marked
+from .envelope import MARK, OPAQUE, Envelope, Mark, Raw, arguments_digest
 from .results import restore_header, send_without_backend
 from .task import OURS, SafeTask
 from .wire import BATCH, BROKER_ERRORS, Message, Wire
@@ -214,10 +214,11 @@ class Publisher:
         if batch is not None:
             if transaction is not None:
                 raise _transaction_of_a_part(name)
-            batch.gathered.append(Gathered(hint, envelope, self.acceptance.candidate(envelope, ours, parent=job)))
+            batch.gathered.append(Gathered(hint, self.acceptance.candidate(envelope, ours, parent=job)))
             return None
         enlisted = enlist(transaction) if transaction is not None else None
-        verdict, mark = self.accept(envelope, ours, Door(enlisted=enlisted, admitted=continues(job)), parent=job)
+        candidate = self.acceptance.candidate(envelope, ours, parent=job)
+        verdict = self.accept(candidate, Door(enlisted=enlisted, admitted=continues(job)))
         if enlisted is not None:
             # The row says who is due; rolled back, with a savepoint or as a whole, it says nothing.
             enlisted.after_commit(functools.partial(self.deliver_now, envelope.id))
@@ -225,7 +226,7 @@ class Publisher:
             self.deliver_now(envelope.id)
         elif verdict.publish:
             try:
-                self.wire.send_one(self._marked(hint, envelope, mark), producer)
+                self.wire.send_one(self._marked(hint, candidate, verdict), producer)
             except BROKER_ERRORS as exc:
                 # Accepted is accepted: the message is only a hint, and the sweeper will give it again.
                 logger.warning("job %s is accepted, but its message could not be published: %r", envelope.id, exc)
@@ -309,7 +310,7 @@ class Publisher:
         try:
             verdicts = self.acceptance.accept_whole([one.candidate for one in batch.gathered], door, also=post)
         except IdempotencyConflict as exc:
-            sent_as = exc.job_id if any(exc.job_id == one.envelope.id for one in batch.gathered) else None
+            sent_as = exc.job_id if any(exc.job_id == one.candidate.id for one in batch.gathered) else None
             raise in_a_body(exc, sent_as) from exc
         self.publish_accepted(batch.gathered, verdicts, door)
         if not posted:
@@ -374,10 +375,14 @@ class Publisher:
             if unsent or len(rows) < BATCH:
                 return sent
 
-    def _marked(self, hint: Message, envelope: Envelope, mark: Mark) -> Message:
+    def _marked(self, hint: Message, candidate: Candidate, verdict: Verdict) -> Message:
         """The message of an accepted job."""
+        mark, envelope = candidate.mark(verdict.seq or 0), candidate.envelope
         marked = envelope.marked(mark, eta=time_of(self.app, envelope.headers.get("eta")))
-        return hint._replace(parts=(marked.headers, *hint.parts[1:]))
+        hint = hint._replace(parts=(marked.headers, *hint.parts[1:]))
+        if not mark.digest.startswith(OPAQUE):
+            return hint
+        return hint.exactly(Raw.stored(candidate.params["envelope"]))  # serialized again, it may have other bytes
 
     def publish_accepted(self, gathered: Sequence[Gathered], verdicts: Sequence[Verdict], door: Door) -> None:
         """Publish what was accepted together; what does not go out now, the sweeper publishes."""
@@ -388,11 +393,7 @@ class Publisher:
             for start in range(0, len(ids), BATCH):
                 door.enlisted.after_commit(functools.partial(self.deliver_now, *ids[start : start + BATCH]))
             return
-        ready = [
-            self._marked(one.hint, one.envelope, one.candidate.mark(verdict.seq or 0))
-            for one, verdict in accepted
-            if verdict.publish
-        ]
+        ready = [self._marked(one.hint, one.candidate, verdict) for one, verdict in accepted if verdict.publish]
         express = [verdict.job_id for _, verdict in accepted if verdict.express]
         if express:
             self.deliver_now(*express)
@@ -407,33 +408,23 @@ class Publisher:
         except (StoreUnavailable, psycopg.Error):
             logger.debug("%d jobs wait for their republication", len(job_ids), exc_info=True)
 
-    def accept(
-        self,
-        envelope: Envelope,
-        ours: Mapping[str, Any],
-        door: Door,
-        *,
-        parent: ActiveJob | None = None,
-        limit: int | None = None,
-        tries: int = ACCEPT_TRIES,
-    ) -> tuple[Verdict, Mark]:
+    def accept(self, candidate: Candidate, door: Door, *, tries: int = ACCEPT_TRIES) -> Verdict:
         """Make a job's row durable.
 
         Returns:
-            the verdict, which is ``accepted``, and the mark that ties the message to its row.
+            the verdict, which is ``accepted``.
 
         Raises:
             PayloadInvalid, AdmissionRejected, IdempotencyConflict, StoreUnavailable: nothing was written.
             AcceptanceUnknown: the database did not say.
             AlreadyAccepted: the same call has a row; nothing was written.
         """
-        candidate = self.acceptance.candidate(envelope, ours, parent=parent, limit=limit)
         (verdict,) = self.acceptance.accept([candidate], door, tries=tries)
         if verdict.error is not None:
             raise verdict.error
         if verdict.seq is None:
             raise AlreadyAccepted(verdict.job_id)
-        return verdict, candidate.mark(verdict.seq)
+        return verdict
 
     def adopt(
         self,
@@ -454,11 +445,9 @@ class Publisher:
             try:
                 # It is in the broker already: a size limit would only lose it.
                 self.accept(
-                    envelope,
-                    ours or {},
+                    self.acceptance.candidate(envelope, ours or {}, limit=sys.maxsize),
                     # Its message is here, and runs next.
                     Door(actor=owner, admitted=True, due=self.safe.config.republish_after),
-                    limit=sys.maxsize,
                     tries=1 if patience == 0 else ACCEPT_TRIES,
                 )
             except AlreadyAccepted:
@@ -471,25 +460,32 @@ class Publisher:
             else:
                 return
 
-    def keep_unread(self, message: Any, hostname: str) -> bool:
-        """Make sure that a message that cannot be read here has a row: another worker may read it.
+    def park_missing(self, run: Callable[..., list[Any]], envelope: Envelope, mark: Mark, owner: str) -> bool:
+        """What becomes of a marked message without a row, which never runs.
+
+        Arguments:
+            run: runs a statement.
+            envelope, mark: the message.
+            owner: who writes.
 
         Returns:
-            whether it has one.
+            whether the database may be older than the message: then it has a row now that says so, and waits.
         """
-        if not is_marked(message.headers.get(MARK)):
-            try:
-                self.adopt(Envelope.unread(message), self.safe.owner(hostname), patience=0.0)
-            except IdempotencyConflict:
-                pass  # it has one already: a copy of this very message was kept
-            except Exception:
-                logger.exception("message %s can be neither read nor kept", message.headers.get("id"))
-                return False
-        logger.error(
-            "the message of job %s (%s) cannot be read here; it stays queued and is given again: see accept_content",
-            message.headers.get("id"),
-            message.content_type,
+        missing = run("MISSING", id=envelope.id, seq=mark.seq)[0]
+        if missing.pruned or not missing.from_the_future:
+            return False
+        serializer = envelope.serializer or self.app.conf.task_serializer
+        run(
+            "INSERT_MISSING",
+            id=envelope.id,
+            task=envelope.task,
+            tenant=mark.tenant,
+            queue=routing.lands_in(self.app, envelope.options),
+            digest=envelope.digest(serializer),
+            envelope=envelope.encode(serializer),
+            owner=owner,
         )
+        logger.error("job %s has a message but no row: the database is older than the broker; parked", envelope.id)
         return True
 
     def eager_result(self, task: Any, args: Any, kwargs: Any, ours: dict[str, Any]) -> EagerResult | None:

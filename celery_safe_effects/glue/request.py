@@ -19,11 +19,12 @@ from celery.utils.time import rate
 from celery.worker import state
 from celery.worker.request import Request
 
+from ..engine import tries
 from ..engine.sweep import BACKOFF, MAX_BACKOFF
 from ..errors import IdempotencyConflict
 from ..states import JobStatus
 from . import held, threads
-from .envelope import CONTENT_TYPE, MARK, Envelope, is_marked
+from .envelope import CONTENT_TYPE, MARK, Envelope, Mark, is_marked
 from .trace import untold
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 PERSIST_AGAIN = 2.0
 """Seconds until the main process tries again to persist a message."""
+CRASHES = ("worker_lost", "time_limit", "internal_error")
+"""What may come again with the next delivery; a worker that gives a job up is no fault of the job's."""
 LOST = (WorkerLostError, TimeLimitExceeded, Terminated, SystemExit, KeyboardInterrupt)
 
 
@@ -117,7 +120,10 @@ class SafeRequest(Request):
         ours = return_ok and not exc_info.internal  # the tracer's word, which is the job's own end
         if not ours and not isinstance(exc, (Ignore, Reject, Retry, MemoryError)):
             untold(self.task, self.id, exc)
-            self._done()
+            if return_ok:
+                self._done()
+            else:
+                self._leave("internal_error")
             return None
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
@@ -202,11 +208,12 @@ class SafeRequest(Request):
         self._left = True
         safe = self._safe
         stopped = reason == "worker_cancelled" and safe.stopping.now()
+        owner = f"{self.hostname}/{self.worker_pid}/"
         try:
             rows = safe.store.rows(
                 "LOST",
                 id=self.id,
-                owner=f"{self.hostname}/{self.worker_pid}/",
+                owner=owner,
                 wish="queued" if stopped else "again",
                 reason="stopped" if stopped else reason,
                 refund=1 if stopped else 0,
@@ -216,7 +223,9 @@ class SafeRequest(Request):
             )
         except Exception:
             logger.warning("job %s is left to its lease's end", self.id, exc_info=True)
-            rows = []
+            return self._done()
+        if not rows and reason in CRASHES:
+            self._came_to_nothing(owner, reason)
         safe.announce(self._actor, self.id)
         for row in rows:
             if row.status == JobStatus.UNKNOWN:
@@ -224,6 +233,18 @@ class SafeRequest(Request):
             if row.slots:
                 safe.publisher.deliver_woken(row.slots)
         self._done()
+
+    def _came_to_nothing(self, owner: str, reason: str) -> None:
+        """The delivery ended before its claim, perhaps by its very message: or it might do so for ever."""
+        mark = Mark.of(self._request_dict.get(MARK))
+        if mark is None:
+            return
+        try:
+            store = self._safe.store
+            tries.came_to_nothing(store, self.id, mark.generation, reason, reason, actor=self._actor, owner=owner)
+            self._safe.teller.end(self.task, self.id, self._context)
+        except Exception:
+            logger.warning("a delivery of job %s could not be counted", self.id, exc_info=True)
 
     def _done(self) -> None:
         threads.leave()  # Celery's result backend may be Django's

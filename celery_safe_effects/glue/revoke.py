@@ -20,7 +20,7 @@ from celery.worker.control import ok
 
 from ..states import JobStatus
 from ..store.hot import RETRYABLE, STORE_ERRORS, Row
-from .envelope import MARK, Envelope, stamps
+from .envelope import MARK, Envelope, Raw, stamps
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -119,6 +119,8 @@ class Revoker:
         try:
             task = self.safe.app.tasks[row.task]
             envelope = Envelope.decode(row.envelope)
+            if isinstance(envelope.body, Raw) and not envelope.body.inert:
+                return  # reading it could end this process
             args, kwargs, embed = envelope.read(self.safe.app.conf.accept_content)
             context = Context({**envelope.headers, **(embed or {}), MARK: None, "args": args, "kwargs": kwargs})
             if self.safe.store.rows("TELL", id=row.id, fence=row.fence):

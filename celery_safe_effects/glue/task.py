@@ -15,7 +15,6 @@ from celery.app.task import Task as BaseTask
 from celery.exceptions import Reject
 from celery.utils.imports import symbol_by_name
 from celery.utils.serialization import raise_with_context
-from kombu.exceptions import ContentDisallowed, DecodeError
 
 from .. import canonical
 from ..effects import Effect, body_effect
@@ -33,8 +32,6 @@ logger = logging.getLogger(__name__)
 OURS: Final = ("idempotency_key", "tenant", "pool", "max_attempts", "max_age")
 """Options of ``apply_async`` that are the library's own and never reach the broker."""
 
-READ_AGAIN: Final = 2.0
-"""Seconds until a message that could be neither read nor kept goes back to the broker."""
 UNBOUNDED: Final = 2**31 - 1
 """Runs of a job whose retries have no end."""
 PROVIDED: Final = ("job", "safe_effects")
@@ -369,19 +366,7 @@ class SafeTask(Task):
         except ConfigurationError as exc:
             logger.critical("celery-safe-effects refuses to start this worker: %s", exc)
             raise SystemExit(f"celery-safe-effects refuses to start this worker: {exc}") from exc
-        handle = super().start_strategy(app, consumer, **kwargs)
-
-        def handle_or_keep(message: Any, *args: Any, **more: Any) -> Any:
-            try:
-                return handle(message, *args, **more)
-            except (ContentDisallowed, DecodeError):
-                # This worker cannot read it, and Celery is about to drop it.
-                if not self.safe_effects.publisher.keep_unread(message, consumer.hostname):
-                    consumer.timer.call_after(READ_AGAIN, message.requeue)
-                    return None
-                raise
-
-        return handle_or_keep
+        return super().start_strategy(app, consumer, **kwargs)
 
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """As Celery's; returns once the job is durable.

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from celery import signals, states
 
+from .. import canonical
+from ..engine import failures
 from ..states import UNKNOWN_STATE, JobStatus
 
 if TYPE_CHECKING:
@@ -62,6 +64,36 @@ class Teller:
         except Exception:
             logger.warning("REVOKED of job %s could not be shown; it is delivered again", job_id, exc_info=True)
             return
+        self._settle(job_id, fence)
+
+    def end(self, task: Any, job_id: str, request: Any) -> None:
+        """Tell an end that no delivery can tell, since its message is never read, or ends whoever reads it.
+
+        A success is left to the deliveries: its continuations are in the message.
+        """
+        row = self.safe.store.row("JOB", id=job_id)
+        if row is None or row.settled or row.status not in (JobStatus.FAILED, JobStatus.CANCELLED):
+            return
+        if not self.safe.store.rows("TELL", id=job_id, fence=row.fence):
+            return
+        if row.status == JobStatus.CANCELLED:
+            self.cancelled(task, job_id, request, row.reason or "cancelled", row.fence)
+        else:
+            error = canonical.decode(row.error) or {"text": f"job {job_id} failed: {row.reason}"}
+            self._failed(task, job_id, request, failures.from_json(error), row.fence)
+
+    def _failed(self, task: Any, job_id: str, request: Any, error: Exception, fence: int) -> None:
+        try:
+            task.backend.mark_as_failure(
+                job_id, error, request=request, store_result=not _ignores_result(task, request)
+            )
+            self._event(task, request, "task-failed", uuid=job_id, exception=repr(error), traceback=None)
+        except Exception:
+            logger.warning("FAILURE of job %s could not be shown; it is tried again", job_id, exc_info=True)
+            return
+        self._settle(job_id, fence)
+
+    def _settle(self, job_id: str, fence: int) -> None:
         try:
             self.safe.store.settle([(job_id, fence)])
         except Exception:

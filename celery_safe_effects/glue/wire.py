@@ -37,12 +37,15 @@ class Message(NamedTuple):
     @classmethod
     def of(cls, app: Celery, envelope: Envelope, sent_event: dict[str, Any] | None = None) -> Message:
         """A stored message, and what its event `task-sent` says, if it is to be sent."""
-        body, options = envelope.body, routing.to_send(app, envelope.options)
-        if isinstance(body, Raw):
-            options |= {"content_type": body.content_type, "content_encoding": body.encoding}
-            body = body.data
-        parts = (envelope.headers, envelope.properties, body, sent_event)
-        return cls(envelope.task, parts, options)
+        parts = (envelope.headers, dict(envelope.properties), envelope.body, sent_event)
+        made = cls(envelope.task, parts, routing.to_send(app, envelope.options))
+        return made.exactly(envelope.body) if isinstance(envelope.body, Raw) else made
+
+    def exactly(self, raw: Raw) -> Message:
+        """The same with a serialized body, which goes out byte for byte."""
+        headers, properties, _, sent_event = self.parts
+        options = {**self.options, "content_type": raw.content_type, "content_encoding": raw.encoding}
+        return self._replace(parts=(headers, properties, raw.data, sent_event), options=options)
 
     def into(self, queue: Any) -> Message:
         """The same message, sent to another queue."""

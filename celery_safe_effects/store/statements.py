@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Final
 
 JOB_FACTS: Final = """
-    j.id, j.task, j.status, j.reason, j.tenant, j.pool, j.fence, j.lease_token, j.attempts, j.max_attempts, j.retries,
-    j.generation, j.args_digest,
+    j.id, j.seq, j.task, j.status, j.reason, j.tenant, j.pool, j.fence, j.lease_token, j.attempts, j.max_attempts,
+    j.retries, j.generation, j.args_digest,
     coalesce(j.publishes > 0 OR j.next_publish_at <= clock_timestamp(), false) AS settle_due,
     j.cancel_requested_at IS NOT NULL AS cancelled, j.outcome_ref,
     j.result::text AS result, j.error::text AS error, j.settled_at IS NOT NULL AS settled, j.settle, j.held,
@@ -277,10 +277,11 @@ WITH c AS (
     UPDATE {s}.job j
        SET status = 'running', fence = j.fence + 1, lease_token = %(token)s, lease_owner = %(owner)s,
            lease_until = clock_timestamp() + %(ttl)s::float8 * interval '1 second', attempts = j.attempts + 1,
-           started_at = coalesce(j.started_at, clock_timestamp()), reason = NULL, actor = %(owner)s
+           tried = 0, started_at = coalesce(j.started_at, clock_timestamp()), reason = NULL, actor = %(owner)s
      WHERE j.id = %(id)s AND j.status = 'queued' AND j.generation = %(generation)s
        AND set_config('safe_effects.limits', coalesce(%(limits)s, ''), true) IS NOT NULL  -- what take_slots() goes by
-       AND j.args_digest = coalesce(%(digest)s, j.args_digest)
+       AND j.args_digest = coalesce(%(digest)s, j.args_digest) AND j.task = coalesce(%(task)s, j.task)
+       AND j.seq = coalesce(%(seq)s, j.seq) AND j.tenant = coalesce(%(tenant)s, j.tenant)
        AND j.cancel_requested_at IS NULL AND j.attempts < j.max_attempts
        AND (j.run_after IS NULL OR j.run_after <= clock_timestamp())
        AND coalesce(LEAST(j.expires_at, j.gives_up_at) > clock_timestamp(), true)
@@ -623,6 +624,51 @@ UPDATE {s}.job j"""
            attempts = j.attempts - CASE WHEN {s}.leaves_to(j, %(wish)s) = 'queued' THEN %(refund)s ELSE 0 END
  WHERE j.id = %(id)s AND j.status IN ('leased', 'running') AND starts_with(j.lease_owner, %(owner)s)
 RETURNING j.id, j.task, j.status, j.reason, j.fence, j.slots
+"""
+)
+
+# Attempts are counted before anything of a job can fail. Deliveries that come to nothing before a claim are counted
+# for themselves, each before its message is read, and taken back once that went well.
+_TRIES: Final = """CASE WHEN j.status = 'queued'
+            THEN greatest(LEAST(j.max_attempts - j.attempts, %(most)s::integer), 1) ELSE %(most)s::integer END"""
+READING: Final = (
+    """
+UPDATE {s}.job j SET tried = j.tried + 1
+ WHERE j.id = %(id)s AND j.status IN ('queued', 'succeeded', 'failed', 'cancelled') AND j.settled_at IS NULL
+   AND j.tried < """
+    + _TRIES
+    + """
+RETURNING j.tried
+"""
+)
+STORED: Final = "SELECT j.envelope FROM {s}.job j WHERE j.id = %(id)s"
+READ: Final = "UPDATE {s}.job j SET tried = j.tried - 1 WHERE j.id = %(id)s AND j.tried > 0 RETURNING {async} AS a"
+# ... or it could not be read, or whoever was to claim the job died before (`owner`: not one who had done so). Spaced by
+# a back-off, and over after as many as the job has runs.
+UNREAD: Final = (
+    """
+WITH due AS (
+    SELECT j.id, j.tried + %(by)s AS tried, j.tried + %(by)s >= """
+    + _TRIES
+    + """ AS over FROM {s}.job j
+     WHERE j.id = %(id)s AND j.status = 'queued' AND j.generation = %(generation)s
+       AND NOT coalesce(starts_with(j.last_actor, %(owner)s), false)
+       FOR NO KEY UPDATE
+)
+UPDATE {s}.job j
+   SET tried = due.tried, actor = %(actor)s,
+       status = CASE WHEN due.over THEN {s}.leaves_to(j, 'failed') ELSE j.status END,
+       pending_status = CASE WHEN due.over THEN {s}.pending_end(j, 'failed') ELSE j.pending_status END,
+       pending_reason = CASE WHEN due.over THEN 'max_attempts' ELSE j.pending_reason END,
+       reason = CASE WHEN due.over THEN 'max_attempts' ELSE %(reason)s END,
+       error = CASE WHEN due.over THEN %(error)s::json ELSE j.error END,
+       run_after = CASE WHEN due.over THEN j.run_after ELSE greatest(j.run_after, clock_timestamp()
+           + LEAST(%(delay)s::float8 * 2 ^ LEAST(due.tried - 1, 16), %(max_delay)s::float8) * interval '1 second') END,
+       next_publish_at = CASE WHEN due.over THEN j.next_publish_at ELSE greatest(j.run_after, clock_timestamp()
+           + LEAST(%(delay)s::float8 * 2 ^ LEAST(due.tried - 1, 16), %(max_delay)s::float8) * interval '1 second') END,
+       publishes = CASE WHEN due.over THEN j.publishes ELSE 0 END
+  FROM due WHERE j.id = due.id
+RETURNING j.id, j.status, j.fence
 """
 )
 

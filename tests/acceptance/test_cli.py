@@ -120,6 +120,9 @@ class Shop:
             "ttl": ttl,
             "generation": 0,
             "digest": None,
+            "task": None,
+            "seq": None,
+            "tenant": None,
             "limits": None,
         }
         (row,) = self.safe.store.rows("CLAIM", id=job, **claim)

@@ -166,6 +166,9 @@ def test_recovery_when_beat_has_died(
             "ttl": 0.1,
             "generation": 0,
             "digest": None,
+            "task": None,
+            "seq": None,
+            "tenant": None,
             "limits": None,
         }
         connection.execute(safe.store.sql["CLAIM"].encode(), claim)
@@ -210,6 +213,9 @@ def test_several_sweeps_at_once_share_the_work(
             "ttl": 0.01,
             "generation": 0,
             "digest": None,
+            "task": None,
+            "seq": None,
+            "tenant": None,
             "limits": None,
         }
         assert safe.store.row("CLAIM", id=job_id, **claim).status == "running"

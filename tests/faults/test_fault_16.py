@@ -93,7 +93,8 @@ def store(database_url: str) -> Iterator[Store]:
 
 def claim(store: Store, job_id: str, owner: str) -> dict[str, Any]:
     token = uuid4()
-    (row,) = store.rows("CLAIM", id=job_id, token=token, owner=owner, ttl=30.0, generation=0, digest=None, limits=None)
+    mark = {"generation": 0, "digest": None, "task": None, "seq": None, "tenant": None}
+    (row,) = store.rows("CLAIM", id=job_id, token=token, owner=owner, ttl=30.0, limits=None, **mark)
     assert row.status == "running"
     assert row.lease_token == token
     return {"job": job_id, "token": token, "fence": row.fence, "owner": owner}

@@ -43,6 +43,7 @@ ALTER TABLE operation ENABLE TRIGGER USER;
 STATEMENTS: dict[str, dict[str, Any]] = {
     "CLAIM": {
         "id": "q7", "token": uuid4(), "owner": "w", "ttl": 30.0, "generation": 0, "digest": "d", "limits": None,
+        "task": None, "seq": None, "tenant": None,
     },
     "SWEEP_LEASES": {
         "limit": 500, "wish": "again", "reason": "lease_expired", "delay": 1.0, "max_delay": 60.0, "actor": "s",

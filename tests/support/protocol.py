@@ -69,9 +69,8 @@ class Protocol:
     def claim(self, job_id: str, ttl: float = 30.0) -> Claimed | None:
         """Claim and start a job; ``None`` if that was refused."""
         token = uuid4()
-        row = self.store.row(
-            "CLAIM", id=job_id, token=token, owner=self.owner, ttl=ttl, generation=0, digest="digest", limits=None
-        )
+        mark = {"generation": 0, "digest": "digest", "task": None, "seq": None, "tenant": None}
+        row = self.store.row("CLAIM", id=job_id, token=token, owner=self.owner, ttl=ttl, limits=None, **mark)
         if row is None or row.lease_token != token:
             return None
         return Claimed(Lease(job_id, token, row.fence, self.owner), row)

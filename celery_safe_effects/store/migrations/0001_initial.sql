@@ -21,6 +21,7 @@ CREATE TABLE {schema}.job (
     retries             integer NOT NULL DEFAULT 0,
     attempts            integer NOT NULL DEFAULT 0,
     max_attempts        integer NOT NULL DEFAULT 5 CHECK (max_attempts > 0),
+    tried               integer NOT NULL DEFAULT 0,  -- deliveries since the last claim that came to nothing before one
     attempts_fixed      boolean NOT NULL DEFAULT false,
     fence               bigint NOT NULL DEFAULT 0,
     lease_token         uuid,
