@@ -1,4 +1,7 @@
-"""A worker says that it is there: what tells a lease that ran out with its worker from one that ran out under it."""
+"""A worker says that it is there, and asks whether it is its turn to stand in for beat: one statement a heartbeat.
+
+That it is there tells a lease that ran out with its worker from one that ran out under it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib.metadata
 import logging
 import os
 import threading
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -27,12 +31,18 @@ class Presence(threading.Thread):
     Arguments:
         safe: the composition root.
         worker: Celery's worker controller.
+        turns: what the statement is told to ask for turns.
+        take: what to call for a turn, by its name.
     """
 
-    def __init__(self, safe: SafeEffects, worker: Any) -> None:
+    def __init__(
+        self, safe: SafeEffects, worker: Any, turns: Mapping[str, Any], take: Mapping[str, Callable[[], None]]
+    ) -> None:
         super().__init__(name="safe-effects-presence", daemon=True)
         self.safe = safe
         self.worker = worker
+        self.turns = turns
+        self.take = take
         self._over = threading.Event()
 
     def stop(self) -> None:
@@ -44,7 +54,8 @@ class Presence(threading.Thread):
         said = self.facts()
         pause = 0.0
         while not self._over.wait(pause):
-            self._write("WORKER_SEEN", **said)
+            for row in self._write("WATCH", **said, **self.turns):
+                self.take[row.name]()
             pause = self.safe.config.heartbeat_interval
 
     def facts(self) -> dict[str, Any]:
@@ -67,11 +78,12 @@ class Presence(threading.Thread):
             "queues": sorted(self.worker.app.amqp.queues.consume_from),
         }
 
-    def _write(self, statement: str, **params: Any) -> None:
+    def _write(self, statement: str, **params: Any) -> list[Any]:
         try:
-            self.safe.store.rows(statement, **params)
+            return self.safe.store.rows(statement, **params)
         except (SafeEffectsError, psycopg.Error) as exc:
             logger.debug("%s could not be written: %s", statement, exc)
+            return []
 
 
 __all__ = ["Presence"]

@@ -39,12 +39,10 @@ def make_step(safe: SafeEffects) -> type[bootsteps.StartStopStep]:
         def start(self, worker: Any) -> None:
             safe.timer = worker.timer
             _tell_of_a_cold_stop(safe, worker)
-            self.threads = [
-                StandIn(safe, worker.hostname, "sweep"),
-                StandIn(safe, worker.hostname, "reconcile"),
-                Reporting(safe, worker.hostname),
-                Presence(safe, worker),
-            ]
+            stand_ins = [StandIn(safe, worker.hostname, name) for name in ("sweep", "reconcile")]
+            asking = turns(safe, stand_ins[0].by, *(stand_in.turn for stand_in in stand_ins))
+            telling = {stand_in.turn: stand_in.take_turn for stand_in in stand_ins}
+            self.threads = [*stand_ins, Reporting(safe, worker.hostname), Presence(safe, worker, asking, telling)]
             for thread in self.threads:
                 thread.start()
 
@@ -144,7 +142,8 @@ def _refuse_what_would_be_stranded(safe: SafeEffects, plain: list[str]) -> None:
 class StandIn(threading.Thread):
     """Sweeps, or reconciles, in the worker's main process when nobody else did for several intervals.
 
-    One thread for each: a provider that hangs must not keep the sweep from running.
+    One thread for each: a provider that hangs must not keep the sweep from running. Each sleeps until it is told that
+    it has a turn, and goes on until another has taken over.
     """
 
     MISSED = 3
@@ -154,32 +153,55 @@ class StandIn(threading.Thread):
         self.safe = safe
         self.by = f"{hostname}/stand-in"
         self.turn = name
+        self._has_turn = threading.Event()
         self._over = threading.Event()
 
     def stop(self) -> None:
         """End the thread at its next turn."""
         self._over.set()
+        self._has_turn.set()
+
+    def take_turn(self) -> None:
+        """The database says that it is this worker's turn."""
+        self._has_turn.set()
 
     def run(self) -> None:
         config = self.safe.config
         every = {"sweep": config.sweep_interval, "reconcile": config.reconcile_interval}[self.turn]
-        # While others do it, looking now and then is enough.
-        watching = max(every, 2 * config.heartbeat_interval)
-        pause = every
-        while not self._over.wait(pause):
-            try:
-                row = self.safe.store.row("STAND_IN", by=self.by, name=self.turn, every=every, missed=self.MISSED)
-                pause = every if row is not None else watching
-                if row is not None and self.turn == "sweep":
-                    self.safe.sweeper.sweep(self.by)
-                elif row is not None:
-                    self.safe.reconciler.reconcile(self.by)
-            except StoreUnavailable as exc:
-                logger.warning("standing in for the %s: %s", self.turn, exc)
-            except Exception:
-                logger.exception("standing in for the %s failed", self.turn)
-            finally:
-                threads.leave()
+        while self._has_turn.wait() and not self._over.is_set():
+            self._has_turn.clear()
+            self._act()
+            while not self._over.wait(every) and self._next():
+                self._act()
+
+    def _next(self) -> bool:
+        try:
+            return bool(self.safe.store.rows("STAND_IN", **turns(self.safe, self.by, self.turn)))
+        except Exception as exc:
+            logger.warning("standing in for the %s: %s", self.turn, exc)
+            return False
+        finally:
+            threads.leave()
+
+    def _act(self) -> None:
+        try:
+            if self.turn == "sweep":
+                self.safe.sweeper.sweep(self.by)
+            else:
+                self.safe.reconciler.reconcile(self.by)
+        except StoreUnavailable as exc:
+            logger.warning("standing in for the %s: %s", self.turn, exc)
+        except Exception:
+            logger.exception("standing in for the %s failed", self.turn)
+        finally:
+            threads.leave()
+
+
+def turns(safe: SafeEffects, by: str, *names: str) -> dict[str, Any]:
+    """What the database is told when it is asked for turns."""
+    config = safe.config
+    intervals = {"sweep": config.sweep_interval, "reconcile": config.reconcile_interval}
+    return {"by": by, "names": list(names), "missed": StandIn.MISSED, **intervals}
 
 
 class Reporting(threading.Thread):

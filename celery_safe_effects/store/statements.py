@@ -1088,14 +1088,35 @@ UPDATE {s}.maintenance SET last_started_at = clock_timestamp(), last_by = %(by)s
        OR last_started_at < clock_timestamp() - %(idle_for)s::float8 * interval '1 second')
 RETURNING runs, {async} AS a
 """
-# Several processes may stand in for beat: one of them gets each turn. Whoever stood in last goes on at the usual pace.
-STAND_IN: Final = """
-UPDATE {s}.maintenance m SET last_started_at = clock_timestamp(), last_by = %(by)s, runs = runs + 1
- WHERE m.name = %(name)s
-   AND coalesce(m.last_started_at, '-infinity') < clock_timestamp() - interval '1 second' * %(every)s::float8
-       * CASE WHEN m.last_by LIKE '%%/stand-in' OR m.last_by IS NULL THEN 0.9 ELSE %(missed)s::float8 END
-RETURNING m.name
+# A worker's main process is alive.
+WORKER_SEEN: Final = """
+INSERT INTO {s}.worker AS w (node, pid, version, pool, concurrency, connections, queues)
+VALUES (%(node)s, %(pid)s, %(version)s, %(pool)s, %(concurrency)s, %(connections)s, %(queues)s)
+ON CONFLICT (node) DO UPDATE
+   SET pid = excluded.pid, version = excluded.version, pool = excluded.pool, concurrency = excluded.concurrency,
+       connections = excluded.connections, queues = excluded.queues, seen_at = clock_timestamp(), stopped_at = NULL,
+       started_at = CASE WHEN w.pid = excluded.pid AND w.stopped_at IS NULL THEN w.started_at ELSE clock_timestamp() END
+RETURNING w.node
 """
+# Several processes may stand in for beat: one of them gets each turn. Whoever stood in last goes on at the usual pace.
+_TURN: Final = """
+UPDATE {s}.maintenance m SET last_started_at = clock_timestamp(), last_by = %(by)s, runs = runs + 1
+ WHERE m.name = ANY (%(names)s)
+   AND coalesce(m.last_started_at, '-infinity') < clock_timestamp() - interval '1 second'
+       * CASE m.name WHEN 'sweep' THEN %(sweep)s::float8 ELSE %(reconcile)s::float8 END
+       * CASE WHEN m.last_by LIKE '%%/stand-in' OR m.last_by IS NULL THEN 0.9 ELSE %(missed)s::float8 END
+RETURNING m.name"""
+STAND_IN: Final = _TURN
+# The one statement of a worker at rest, at every heartbeat: its main process is alive, and takes turns that are due.
+WATCH: Final = (
+    "WITH seen AS ("
+    + WORKER_SEEN
+    + "), turn AS ("
+    + _TURN
+    + """)
+SELECT t.name, {async} AS a FROM turn t
+"""
+)
 MAINTENANCE_END: Final = """
 UPDATE {s}.maintenance SET last_finished_at = clock_timestamp() WHERE name = %(name)s RETURNING {async} AS a
 """
@@ -1119,20 +1140,11 @@ WITH taken AS (
 SELECT count(*) AS rows, {async} AS a FROM taken
 """
 
-# A worker's main process is alive. Those that nobody has seen for long are forgotten.
-WORKER_SEEN: Final = """
+# It went by itself; and those that nobody has seen for long are forgotten.
+WORKER_STOPPED: Final = """
 WITH forgotten AS (
     DELETE FROM {s}.worker w WHERE w.seen_at < clock_timestamp() - interval '1 day' AND w.node <> %(node)s
 )
-INSERT INTO {s}.worker AS w (node, pid, version, pool, concurrency, connections, queues)
-VALUES (%(node)s, %(pid)s, %(version)s, %(pool)s, %(concurrency)s, %(connections)s, %(queues)s)
-ON CONFLICT (node) DO UPDATE
-   SET pid = excluded.pid, version = excluded.version, pool = excluded.pool, concurrency = excluded.concurrency,
-       connections = excluded.connections, queues = excluded.queues, seen_at = clock_timestamp(), stopped_at = NULL,
-       started_at = CASE WHEN w.pid = excluded.pid AND w.stopped_at IS NULL THEN w.started_at ELSE clock_timestamp() END
-RETURNING w.node, {async} AS a
-"""
-WORKER_STOPPED: Final = """
 UPDATE {s}.worker SET stopped_at = clock_timestamp() WHERE node = %(node)s AND pid = %(pid)s
 RETURNING node, {async} AS a
 """
