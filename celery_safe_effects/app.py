@@ -24,7 +24,7 @@ from .engine.prune import Pruned, Pruner
 from .engine.reconcile import Reconciled, Reconciler
 from .engine.sweep import Sweeper, Swept
 from .errors import ConfigurationError, NotAllowed, NotFound, SafeEffectsError
-from .glue import gate, periodic, threads, worker
+from .glue import gate, mapped, periodic, threads, worker
 from .glue.announce import Announcer
 from .glue.asynchronous import send
 from .glue.many import Many
@@ -281,11 +281,18 @@ class SafeEffects:
         """
         doctor.refuse(self)
 
+    def add_companions(self) -> None:
+        """Register what runs the items of ``map``, ``starmap`` and ``chunks``, for each of the app's SafeTasks."""
+        for name in self.task_names():
+            task = self.app.tasks[name]
+            if getattr(task, "mapped", None) is None:
+                mapped.companion(task)
+
     def find_effect(self, name: str, task: str) -> Effect[Any, Any] | None:
         """The effect of a recorded name: a registered one, or the whole body of a task."""
         found = registered(name)
-        if found is None and name == task:
-            known = self.app.tasks.get(task)
+        if found is None and task in (name, name + mapped.ENDING):
+            known = self.app.tasks.get(name)
             if isinstance(known, SafeTask) and known.effects is None:
                 found = known._body_effect()
         return found

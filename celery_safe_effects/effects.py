@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar, overload
 
@@ -353,11 +353,36 @@ def body_effect(task_name: str, fn: Callable[..., Any], options: Mapping[str, An
     return body
 
 
-def _with_operation(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def run(op: Operation, /, *args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
+def effect_of_items(body: Effect[Any, Any], fn: Callable[..., Any], *, refused: Matcher, not_happened: Matcher) -> Any:
+    """The effect that each of many calls of a whole body is, where one job makes them.
 
-    signature = inspect.signature(fn)
+    Arguments:
+        body: the effect that the whole body is.
+        fn: calls it.
+        refused, not_happened: what it proves there beside its own options.
+    """
+    options = replace(
+        body.options,
+        refused_on=(*body.options.refused_on, refused),
+        not_happened_on=(*body.options.not_happened_on, not_happened),
+    )
+    item: Effect[Any, Any] = Effect(_with_operation(fn, body.signature), body.name, options)
+    item.find = body.find
+    return item
+
+
+def _with_operation(fn: Callable[..., Any], signature: inspect.Signature | None = None) -> Callable[..., Any]:
+    def run(op: Operation, /, *args: Any, **kwargs: Any) -> Any:
+        job = current.job_here()
+        if job is None:
+            return fn(*args, **kwargs)
+        job.operation = op
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            job.operation = None
+
+    signature = signature or inspect.signature(fn)
     # A body may well have a parameter `op` of its own.
     operation = inspect.Parameter("safe_effects_operation", inspect.Parameter.POSITIONAL_ONLY)
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]

@@ -147,6 +147,7 @@ class ActiveJob:
         self.position = 0
         """How many calls have begun."""
         self._unnamed = 0
+        self._prefix = ""
         self.recorded = Recorded(self, recorded or ())
 
     # -- what users see as self.job ------------------------------------------------------------------------------------
@@ -214,13 +215,22 @@ class ActiveJob:
                 )
             # Unnamed calls are counted by themselves: a named one may have begun by now, and not yet the next time.
             unnamed = self._unnamed + (step is None and keyed is None)
-            name = step or (f"{effect.name}/{keyed}" if keyed else str(unnamed))
+            name = f"{effect.name}/{keyed}" if keyed else f"{self._prefix}{step or unnamed}"
             if name in self._open:
                 raise OperationBusy(f"step {name!r} of job {self.id} is being called already", step=name)
             self._unnamed = unnamed
             self.position += 1
             self._open[name] = asyncio.current_task() if loop.in_coroutine() else None
             return name, self.position
+
+    @contextlib.contextmanager
+    def item(self, index: int) -> Iterator[None]:
+        """Within, it is the body of one of many calls in this job: its steps begin with ``<index>.``."""
+        self._prefix, self._unnamed = f"{index}.", 0
+        try:
+            yield
+        finally:
+            self._prefix = ""
 
     def close_step(self, name: str) -> None:
         """A call is over."""

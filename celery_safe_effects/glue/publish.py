@@ -38,7 +38,7 @@ from ..errors import (
 )
 from ..states import UNKNOWN_STATE, JobStatus
 from ..store.enlist import enlist
-from . import canvas, routing
+from . import canvas, mapped, routing
 from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Candidate, Door, Run, Verdict, key_of, time_of
 from .batch import Batch, Gathered, gathering, stored
 from .continuations import Continuations
@@ -129,6 +129,10 @@ class Publisher:
 
     def send_task(self, send: Callable[..., Any], name: str, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
         """``app.send_task`` with ids that a replay finds again, and existing jobs in place of new ones."""
+        instead = mapped.rewritten(self.app, name, kwargs)
+        if instead is not None:
+            name, args, kwargs = *instead, {}
+            options["task_type"] = self.app.tasks[name]
         job = current.job()
         if job is not None and options.get("task_id") != job.id:
             job.pass_over()

@@ -21,6 +21,7 @@ from ..effects import Effect, body_effect
 from ..engine import current, failures, loop
 from ..engine.job import ActiveJob, RetryAsked, RetryOver
 from ..errors import ConfigurationError, EffectRefused, LeaseLost, NoActiveJob, UndeclaredEffect
+from . import mapped
 from .asynchronous import apart, at_home, awaited_run, finished, follow, send
 from .trace import Traced
 
@@ -206,7 +207,7 @@ class SafeTask(Task):
             # autoretry_for is a guess about classes, not the author's statement about this run; and what was refused
             # stays so, however often it is replayed.
             guess = job.operation is not None and not failures.matches(exc, self._body_effect().options.not_happened_on)
-            if guess or isinstance(exc, EffectRefused):
+            if guess or isinstance(exc, EffectRefused) or isinstance(exc.__cause__, EffectRefused):
                 raise exc
         try:
             self._must_have_a_run_left(job, args, kwargs, exc, max_retries)
@@ -261,22 +262,16 @@ class SafeTask(Task):
         return super().replace(sig)
 
     def map(self, it: Any) -> Any:
-        """Refused: Celery runs all items inside one task of its own, without a row, a lease or an intent."""
-        raise self._inside_another("map", it)
+        """As Celery's: one job that calls the task with each item. Its steps begin with the item's index."""
+        return mapped.signature(self, ([item] for item in it))
 
     def starmap(self, it: Any) -> Any:
-        """Refused, as :meth:`map`."""
-        raise self._inside_another("starmap", it)
+        """As :meth:`map`, with items that are lists of arguments."""
+        return mapped.signature(self, it)
 
     def chunks(self, it: Any, n: int) -> Any:
-        """Refused, as :meth:`map`."""
-        raise self._inside_another("chunks", it)
-
-    def _inside_another(self, what: str, _: Any) -> ConfigurationError:
-        return ConfigurationError(
-            f"{self.name}.{what}() would run its items inside one task of Celery's own, unrecorded; use "
-            f"group({self.name.rpartition('.')[2]}.s(item) for item in items)"
-        )
+        """As Celery's: a group of such jobs of ``n`` items each, which are lists of arguments."""
+        return mapped.Chunks(self.s(), it, n, app=self._get_app())
 
     def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """As Celery's: runs the job here and now, with its row, its lease, its intents and its outcomes.
@@ -383,14 +378,23 @@ class SafeTask(Task):
             return self._call_directly(args, kwargs)
         job = current.job()
         if job is not None and job.id == request.id:
-            return self.run(*args, **kwargs)  # a user's own __call__ came here by super()
+            return self._inner_run(*args, **kwargs)  # a user's own __call__ came here by super()
         from .execution import Execution
 
         return Execution(self, request, args, kwargs).run()
 
+    def _inner_run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
     def _call_directly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``task(...)``: a function call as in Celery, without a job of its own; what it does belongs to its caller."""
         job = current.job_here()
+        running = _task_stack.top
+        if job is None and running is not None and running.name in mapped.CELERYS:
+            raise ConfigurationError(
+                f"task {self.name!r} would run unrecorded inside {running.name}; use {self.name}.map(), starmap() or "
+                "chunks(), whose items are recorded"
+            )
         if job is not None and job.declared is not None and self.effects is None:
             raise UndeclaredEffect(
                 f"task {self.name!r} was called as a function by a task with effects=; its whole body is a side effect "

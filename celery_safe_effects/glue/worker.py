@@ -98,6 +98,7 @@ def prepare(safe: SafeEffects, app: Any, hostname: str) -> None:
         compat.check()
         config = safe.config
         safe.check_declarations()
+        safe.add_companions()
         safe.store.check_schema()
         safe.refuse_risks()
         names = safe.task_names()
