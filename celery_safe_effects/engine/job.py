@@ -129,6 +129,7 @@ class ActiveJob:
         self.uncalled: str | None = None
         self.deferred: Deferred | None = None
         self.outgoing: Any = None
+        self.replacement: Any = None
         self.children = 0
         self._named: set[str] = set()
         self.in_body = False

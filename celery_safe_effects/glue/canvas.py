@@ -11,7 +11,8 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from celery import canvas
+from celery import canvas, current_task
+from celery.app.trace import build_tracer
 from kombu import serialization
 from kombu.exceptions import EncodeError
 
@@ -20,10 +21,13 @@ from ..engine import current
 from ..errors import ConfigurationError, PayloadInvalid
 from .acceptance import DEFAULT_TENANT, key_of
 from .batch import gathering
+from .envelope import MARK
+from .wire import Message
 
 if TYPE_CHECKING:
     from .publish import Publisher
 
+ACCUMULATE: Final = "celery.accumulate"
 CANVASES: Final = (canvas.group, canvas._chain, canvas._chord)
 
 
@@ -44,6 +48,7 @@ def install() -> None:
     canvas.uuid = uuid
     for cls in CANVASES:
         cls.apply_async = _applied(cls.apply_async)
+    canvas._chain.apply = _run_at_once(canvas._chain.apply)
 
 
 def _applied(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +60,19 @@ def _applied(original: Callable[..., Any]) -> Callable[..., Any]:
         return Canvas(safe.publisher, self).apply(original, args, kwargs, options)
 
     return apply_async
+
+
+def _run_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(self: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        if "_safe_effects" in self.app.__dict__ and ("task_id" in self.options or "task_id" in options):
+            # Celery runs every step of it under the one id.
+            self = self.clone()
+            self.options.pop("task_id", None)
+            options.pop("task_id", None)
+        return original(self, args, kwargs, **options)
+
+    return apply
 
 
 class Canvas:
@@ -138,6 +156,49 @@ class Canvas:
                     f"the arguments of {signature!r} cannot be encoded as {serializer}: {exc}; nothing was enqueued"
                 ) from exc
             return hashlib.sha256(data if isinstance(data, bytes) else data.encode()).hexdigest()
+
+
+def with_end(signature: Any, app: Any) -> Any:
+    """A canvas that may take the id of a job which it replaces: that id has a row, and no other job can have it.
+
+    Celery gives the id to the last task of the canvas. So another step takes the result on, as it already does for
+    groups in this place: a task of Celery's that needs no message (see :func:`hand_on`).
+    """
+    if not isinstance(signature, CANVASES) or isinstance(signature, canvas.group):
+        return signature
+    steps = list(signature.tasks) if isinstance(signature, canvas._chain) else [signature]
+    if not steps or isinstance(steps[-1], canvas.group):
+        return signature
+    # Written out: `|` would put the step into the body of a chord, and Celery lose the chord that the job belongs to.
+    made = canvas._chain(*steps, app.tasks[ACCUMULATE].s(index=0), app=app)
+    return made.set(**signature.options) if isinstance(signature, canvas._chain) else made
+
+
+def hand_on(app: Any, message: Message) -> bool:
+    """Run Celery's ``accumulate`` where it would be sent: whoever has the value has no need of a message to return it.
+
+    So the continuations of a replaced job do not depend on a message that nothing would send again.
+
+    Returns:
+        whether it was done.
+    """
+    sender = current_task
+    if message.name != ACCUMULATE or not sender or current.job() is not None:
+        return False
+    headers, properties, (args, kwargs, embed), _ = message.parts
+    request = {
+        **headers,
+        **properties,
+        **{what: (embed or {}).get(what) for what in ("callbacks", "errbacks", "chain", "chord")},
+        "args": args,
+        "kwargs": kwargs,
+        "hostname": sender.request.hostname,
+        "delivery_info": dict(sender.request.delivery_info or {}),
+        MARK: getattr(sender.request, MARK, None),
+    }
+    task = app.tasks[ACCUMULATE]
+    build_tracer(ACCUMULATE, task, app=app, hostname=sender.request.hostname)(headers["id"], args, kwargs, request)
+    return True
 
 
 def members(signature: Any) -> list[Any]:

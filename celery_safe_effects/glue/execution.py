@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -23,6 +24,8 @@ from ..engine.job import ActiveJob, RetryOver
 from ..engine.lease import Moment, clock
 from ..engine.outcomes import classify, outcome_of
 from ..errors import (
+    AcceptanceUnknown,
+    AdmissionRejected,
     Deferred,
     EffectResultInvalid,
     IdempotencyConflict,
@@ -37,7 +40,8 @@ from ..states import OperationStatus as Op
 from ..store.hot import RETRYABLE, STORE_ERRORS, Lease, Row
 from ..values import Operation, Outcome
 from . import routing
-from .acceptance import time_of
+from .acceptance import Run, time_of
+from .batch import Batch
 from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest, is_marked
 from .trace import END, End
 from .wire import Message
@@ -69,7 +73,7 @@ class _Conclusion(NamedTuple):
     settle: bool | None = None
     ref: str | None = None
     generation: int | None = None
-    sends: Envelope | None = None
+    replacement: Batch | None = None
     tell: BaseException | None = None
     value: Any = None
 
@@ -427,7 +431,7 @@ class Execution:
         if isinstance(exc, Retry) or (job.asked is not None and isinstance(exc, Exception)):
             return self._retry(job, exc)
         if isinstance(exc, Ignore):
-            return self._replaced(job) if job.outgoing is not None else self._ignored()
+            return self._replaced(job) or self._ignored()
         if isinstance(exc, Reject):
             error = SafeEffectsError(f"the task rejected its message: {exc.reason}")
             if exc.requeue:  # not by the broker: a message is only a hint
@@ -487,13 +491,30 @@ class Execution:
             value=about if isinstance(about, Exception) else self.task.MaxRetriesExceededError(cause["text"]),
         )
 
-    def _replaced(self, job: ActiveJob) -> _Conclusion:
-        """``self.replace()``: the replacement takes over the id, and the keys of its effects carry the generation."""
-        outgoing: Envelope = job.outgoing
-        if self.safe.publisher.is_safe(outgoing.task):
-            return _Conclusion("queued", "replaced", outgoing=outgoing, generation=job.generation + 1, tell=Ignore())
+    def _replaced(self, job: ActiveJob) -> _Conclusion | None:
+        """``self.replace()``: a SafeTask takes over id and row, and the keys of its effects carry the generation.
+
+        Anything else is stored with the end of this job, and goes out after that.
+        """
+        outgoing: Envelope | None = job.outgoing
+        batch: Batch | None = job.replacement
+        if batch is None:
+            return None
+        if outgoing is not None and self.safe.publisher.is_safe(outgoing.task):
+            return _Conclusion(
+                "queued",
+                "replaced",
+                run_at=time_of(self.task.app, outgoing.headers.get("eta")),
+                refund=job.attempt,
+                outgoing=outgoing,
+                settle=outgoing.needs_settling,
+                generation=job.generation + 1,
+                tell=Ignore(),
+            )
+        if outgoing is not None:
+            batch.plain.append(Message.of(self.task.app, outgoing))
         return _Conclusion(
-            "succeeded", "replaced", ref=f"replaced:{self.id}", settle=False, sends=outgoing, tell=Ignore()
+            "succeeded", "replaced", ref=f"replaced:{self.id}", settle=False, replacement=batch, tell=Ignore()
         )
 
     @staticmethod
@@ -548,6 +569,9 @@ class Execution:
                 raise self._settles(job.fence, EffectResultInvalid(error["text"]))
             self._settles(job.fence)
             return canonical.decode(result)
+        replaced = self._replaced(job) if isinstance(raised, Ignore) else None
+        if replaced is not None:
+            return self._body_replaced(job, key, nonce, replaced)
         if isinstance(raised, (LeaseLost, JobCancelled)):
             # Raised by a checkpoint in the body: whether it had begun its effect, only its author could say.
             status = Op.UNKNOWN
@@ -581,6 +605,32 @@ class Execution:
                 raise raised
             raise Retry(exc=raised, when=conclusion.delay) from raised
         raise self._settles(job.fence, raised)
+
+    def _body_replaced(self, job: ActiveJob, key: str, nonce: Any, end: _Conclusion) -> Any:
+        """The body has happened, by its author's word, and something else goes on in its place."""
+        ref = f"replaced:{self.id}"
+        if end.replacement is None:
+            self._pend(job, "queued", end)
+            outcomes.record(job, "OUTCOME", key, nonce, Op.OUTCOME_CONFIRMED, ref)
+            self._left_as = "queued"
+            if not self.request.is_eager:
+                self.safe.publisher.deliver_now(self.id)
+            raise end.tell or Ignore()
+        pending = self._pending(job, None, end)
+        outcome = outcomes.params(job, key, nonce, Op.OUTCOME_CONFIRMED, ref)
+
+        def write(run: Run) -> list[Row]:
+            rows = run("BODY_PENDING", **pending)
+            return rows and [row for row in run("OUTCOME", **outcome) if row.held and row.status is not None]
+
+        try:
+            if not self._handed_over(job, end.replacement, write):
+                self._already_left(job)
+        except ReplayMismatch as exc:
+            return self._conclude(job, self._unknown(key, str(exc)))
+        self._left_as = "succeeded"
+        self._settles(job.fence)
+        raise end.tell or Ignore()
 
     def _not_happened(self, job: ActiveJob, exc: BaseException) -> _Conclusion:
         """What follows from a whole body that did not happen."""
@@ -626,21 +676,30 @@ class Execution:
         return task._invoke(*self.args, **self.kwargs)
 
     def _pend(self, job: ActiveJob, status: str, end: _Conclusion) -> bool:
-        rows = self._insist(
-            "BODY_PENDING",
-            until=job.held.trusted,
-            id=self.id,
-            token=job.lease.token,
-            fence=job.fence,
-            pending=status,
-            reason=end.reason,
-            error=canonical.encode(end.error),
-            **self._when(end),
-            **self._outgoing(end.outgoing, status == "queued"),
-        )
+        rows = self._insist("BODY_PENDING", until=job.held.trusted, **self._pending(job, status, end))
         if not rows:
             raise job.lost()
         return bool(rows[0].again)
+
+    def _pending(self, job: ActiveJob, status: str | None, end: _Conclusion) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "token": job.lease.token,
+            "fence": job.fence,
+            "pending": status,
+            "reason": end.reason,
+            "error": None if end.error is None else canonical.encode(end.error),
+            "refund": end.refund,
+            "settle": end.settle,
+            **self._generation(end),
+            **self._when(end),
+            **self._outgoing(end.outgoing, status == "queued"),
+        }
+
+    @staticmethod
+    def _generation(end: _Conclusion) -> dict[str, Any]:
+        swapped = end.generation is not None and end.outgoing is not None
+        return {"generation": end.generation, "task": end.outgoing.task if swapped and end.outgoing else None}
 
     # -- conclude ------------------------------------------------------------------------------------------------------
 
@@ -689,11 +748,14 @@ class Execution:
             "waiting_for": end.waiting_for,
             "patience": self.safe.config.republish_after,
             "settle": end.settle,
-            "generation": end.generation,
-            "task": end.outgoing.task if end.generation is not None and end.outgoing is not None else None,
+            **self._generation(end),
             **self._outgoing(end.outgoing, isinstance(end.tell, Retry) and end.wish == "again"),
         }
-        rows = self._insist("LEAVE", until=None, **params)
+        try:
+            rows = self._leave(job, end, params)
+        except ReplayMismatch as exc:
+            error = failures.to_json(exc)
+            return self._conclude(job, _Conclusion("held", "replay_mismatch", error=error, tell=Ignore()))
         if not rows:
             rows = self._already_left(job)
         status = self._left_as = rows[0].status
@@ -708,11 +770,41 @@ class Execution:
             self._tell_cancelled(rows[0].reason or "cancelled", job.fence)
         error = end.value if status == JobStatus.FAILED and end.wish == "again" else end.tell
         self._settles(job.fence, error)
-        if end.sends is not None:
-            self.safe.publisher.wire.send_one(Message.of(self.task.app, end.sends))
         if error is not None:
             raise error
         return end.value
+
+    def _leave(self, job: ActiveJob, end: _Conclusion, params: dict[str, Any]) -> list[Row]:
+        if end.replacement is not None:
+            rows: list[Row] = []
+
+            def write(run: Run) -> list[Row]:
+                rows[:] = run("LEAVE", **params)
+                return [row for row in rows if row.status == JobStatus.SUCCEEDED]
+
+            if self._handed_over(job, end.replacement, write):
+                return rows
+        return self._insist("LEAVE", until=None, **params)
+
+    def _handed_over(self, job: ActiveJob, batch: Batch, write: Callable[[Run], list[Row]]) -> bool:
+        """The end of this run and what goes on in its place, in one transaction.
+
+        Returns:
+            whether it was written; if not, nothing was.
+
+        Raises:
+            ReplayMismatch: the body replaced itself by something else before.
+        """
+        pause = 0.05
+        while True:
+            try:
+                return self.safe.publisher.hand_over(batch, write)
+            except (*RETRYABLE, AcceptanceUnknown, AdmissionRejected) as exc:
+                logger.warning("the replacement of job %s waits for the database: %s", self.id, exc)
+                time.sleep(pause)
+                pause = min(pause * 2, 1.0)
+            except STORE_ERRORS as exc:
+                raise _PutOff from exc
 
     def _already_left(self, job: ActiveJob) -> list[Row]:
         """No row: an earlier try got through and its reply was lost, or the job is no longer ours."""

@@ -71,7 +71,7 @@ class Chunks(chunks):
 
     def group(self) -> group:
         """The parts, as a group."""
-        task, it, n = self._unpack_args(self.kwargs)
+        task, it, n = (self.kwargs[name] for name in ("task", "it", "n"))
         return group((signature(task.type, part) for part in parts_of(iter(it), n)), app=self._app)
 
 
@@ -99,7 +99,7 @@ def _made(cls: Any, name: str, task: SafeTask) -> SafeTask:
     def run(self: Any, calls_made: list[list[Any]]) -> list[Any]:
         return [self._run_item(index, tuple(item)) for index, item in enumerate(calls_made)]
 
-    def run_one(*args: Any) -> Any:
+    def _run_one(*args: Any) -> Any:
         call = cls._user_call
         return finished(call(found, *args) if call is not None else inner_run(*args))
 
@@ -110,7 +110,7 @@ def _made(cls: Any, name: str, task: SafeTask) -> SafeTask:
         "name": name,
         "mapped": task.name,
         "run": run,
-        "_run_one": staticmethod(run_one),
+        "_run_one": staticmethod(_run_one),
         "_inner_run": staticmethod(inner_run),
         "_run_item": _run_item,
         "_item": None,
@@ -127,7 +127,7 @@ def _made(cls: Any, name: str, task: SafeTask) -> SafeTask:
         expected = task.throws or ()
         item = effect_of_items(
             task._body_effect(),
-            functools.partial(_by_the_authors_word, run_one),
+            functools.partial(_by_the_authors_word, _run_one),
             refused=lambda exc: isinstance(exc, expected) and not _safe_to_run_again(exc),
             not_happened=_safe_to_run_again,
         )

@@ -72,6 +72,10 @@ _eta: ContextVar[str | None] = ContextVar("safe_effects_eta", default=None)
 through its own delays, and the row's time is what counts."""
 
 
+class _NotHandedOver(Exception):
+    """Internal: the job did not end; nothing goes on in its place."""
+
+
 class Publisher:
     """Wraps an app's sending of task messages.
 
@@ -267,6 +271,8 @@ class Publisher:
             with self.whole(transaction=transaction) as batch:
                 batch.plain.append(hint)
             return None
+        if canvas.hand_on(self.app, hint):
+            return None
         return send(producer, hint.name, hint.parts, **hint.options)
 
     def _definite(self, name: str, message_id: str, body: Any, tenant: str | None) -> Any:
@@ -301,18 +307,49 @@ class Publisher:
     def _accept_whole(self, batch: Batch) -> None:
         if not batch.gathered and batch.enlisted is None:
             for message in batch.plain:
-                self.wire.send_one(message)
+                if not canvas.hand_on(self.app, message):
+                    self.wire.send_one(message)
             return
-        door = Door(enlisted=batch.enlisted, admitted=continues(current.job()))
+        self._together(batch, Door(enlisted=batch.enlisted, admitted=continues(current.job())))
+
+    def hand_over(self, batch: Batch, write: Callable[[Run], list[Any]]) -> bool:
+        """Accept what goes on in a job's place in the transaction in which the job ends, and publish it after that.
+
+        Arguments:
+            batch: what goes on.
+            write: ends the job; where it returns nothing, nothing is accepted.
+
+        Returns:
+            whether the job has ended so.
+
+        Raises:
+            ReplayMismatch: the job's body sent something else in this place before.
+            What accepting raises; nothing was written then.
+        """
+
+        def end(run: Run) -> None:
+            if not write(run):
+                raise _NotHandedOver
+
+        try:
+            # It is work that was accepted with the job, which no limit refuses.
+            self._together(batch, Door(admitted=True), end)
+        except _NotHandedOver:
+            return False
+        return True
+
+    def _together(self, batch: Batch, door: Door, end: Callable[[Run], object] | None = None) -> None:
         posted: list[str] = []
 
-        def post(run: Run, verdicts: list[Verdict]) -> None:
+        def also(run: Run, verdicts: list[Verdict]) -> None:
+            if end is not None:
+                end(run)
             # Where all of it stands already, the plain ones were kept with it, and are out.
             if batch.plain and (not verdicts or any(verdict.status == "accepted" for verdict in verdicts)):
                 posted[:] = self._post(run, batch.plain, door)
 
         try:
-            verdicts = self.acceptance.accept_whole([one.candidate for one in batch.gathered], door, also=post)
+            verdicts = self.acceptance.accept_whole([one.candidate for one in batch.gathered], door, also=also)
         except IdempotencyConflict as exc:
             sent_as = exc.job_id if any(exc.job_id == one.candidate.id for one in batch.gathered) else None
             raise in_a_body(exc, sent_as) from exc
@@ -322,8 +359,9 @@ class Publisher:
         if door.enlisted is not None:
             door.enlisted.after_commit(self.deliver_posted)
             return
-        unsent = self.wire.send_all(batch.plain)
-        self._out([job_id for place, job_id in enumerate(posted) if place not in set(unsent)])
+        rest = [message for message in batch.plain if not canvas.hand_on(self.app, message)]
+        unsent = {rest[place].id for place in self.wire.send_all(rest)}
+        self._out([job_id for job_id in posted if job_id not in unsent])
 
     def _post(self, run: Run, messages: Sequence[Message], door: Door) -> list[str]:
         """Keep messages of plain tasks until they are out."""
@@ -373,7 +411,7 @@ class Publisher:
                 except Exception:
                     logger.exception("the message of plain task %s[%s] cannot be read", row.task, row.id)
             unsent = set(self.wire.send_all(readable))
-            out = [message.parts[0]["id"] for place, message in enumerate(readable) if place not in unsent]
+            out = [message.id for place, message in enumerate(readable) if place not in unsent]
             self._out(out)
             sent += len(out)
             if unsent or len(rows) < BATCH:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from celery import Task
 from celery._state import _task_stack
 from celery.app.task import Task as BaseTask
-from celery.exceptions import Reject
+from celery.exceptions import Ignore, Reject
 from celery.utils.imports import symbol_by_name
 from celery.utils.serialization import raise_with_context
 
@@ -246,20 +246,32 @@ class SafeTask(Task):
         raise_with_context(final)
 
     def replace(self, sig: Any) -> Any:
-        """As Celery's, with a single task, which takes over the job's id and row.
+        """As Celery's. A SafeTask takes over this job's id and row; of a canvas, its members are jobs of their own.
+
+        The row of a job that is replaced by something else than one SafeTask ends with the reference
+        ``replaced:<id>``, in the transaction in which what replaces it is accepted; the result comes under the same id.
 
         Raises:
-            ConfigurationError: for a group, chain or chord: its last task would take the id of a job that has a row.
+            Ignore: as Celery's, always.
         """
-        if getattr(sig, "subtask_type", None) in ("group", "chain", "chord"):
-            raise ConfigurationError(
-                f"task {self.name!r}: self.replace() of a SafeTask takes a single task, not a {sig.subtask_type}; send "
-                "the canvas with apply_async() and return its id"
-            )
+        from .batch import Batch
+        from .canvas import with_end
+
         job = current.job()
-        if job is not None:
-            job.asked = None  # the last word counts
-        return super().replace(sig)
+        if job is None or job.id != self.request.id:
+            return super().replace(sig)
+        job.asked = None  # the last word counts
+        if self.request.is_eager:
+            sig = sig.clone()
+            sig.options.setdefault("task_id", job.child_id())  # it runs within this job, and is another one
+            return super().replace(sig)
+        batch = Batch(tenant=job.tenant)
+        try:
+            with batch.gather():
+                return super().replace(with_end(sig, self._get_app()))
+        except Ignore:
+            job.replacement = batch
+            raise
 
     def map(self, it: Any) -> Any:
         """As Celery's: one job that calls the task with each item. Its steps begin with the item's index."""

@@ -55,6 +55,10 @@ class Message(NamedTuple):
         return self._replace(options={**options, "queue": queue})
 
     @property
+    def id(self) -> str:
+        return str(self.parts[0]["id"])
+
+    @property
     def route(self) -> tuple[Any, ...]:
         """Where it goes, as far as something may have to be declared for it."""
         queue = self.options.get("queue")

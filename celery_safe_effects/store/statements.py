@@ -331,6 +331,7 @@ _INTENT_AGAIN: Final = """ON CONFLICT (key) DO UPDATE
        AND (o.args_digest = excluded.args_digest OR (o.whole_body AND o.status = 'not_happened'))
        AND (o.status = 'not_happened' OR (o.job_id = excluded.job_id AND {s}.sendable(o)))"""
 
+_BODY_KEY: Final = "j.id || CASE WHEN j.generation > 0 THEN ':' || j.generation ELSE '' END || ':body'"
 # The same, and the intent of a whole-body effect with it: durable.
 CLAIM_BODY: Final = (
     _CLAIM
@@ -340,7 +341,7 @@ i AS (
     + _INTENT_COLUMNS
     + """
     SELECT """
-    + _INTENT_VALUES.replace("%(key)s", "j.id || ':body'", 1)
+    + _INTENT_VALUES.replace("%(key)s", _BODY_KEY, 1)
     + """
       FROM c j WHERE j.status = 'running'
     """
@@ -353,7 +354,9 @@ UNION ALL
 SELECT """
     + JOB_FACTS
     + """, o.nonce, o.attempt, o.intent_at, o.deadline_at
-  FROM {s}.job j LEFT JOIN {s}.operation o ON o.key = j.id || ':body' AND o.status = 'intent_recorded'
+  FROM {s}.job j LEFT JOIN {s}.operation o ON o.key = """
+    + _BODY_KEY
+    + """ AND o.status = 'intent_recorded'
  WHERE j.id = %(id)s AND NOT EXISTS (SELECT FROM c)
 """
 )
@@ -521,7 +524,9 @@ UPDATE {s}.job j
        envelope = coalesce(%(envelope)s, j.envelope), args_digest = coalesce(%(digest)s, j.args_digest),
        retries = coalesce(%(retries)s, j.retries), expires_at = coalesce(%(expires)s::timestamptz, j.expires_at),
        queue = CASE WHEN %(envelope)s::bytea IS NULL THEN j.queue ELSE %(queue)s END,
-       priority = coalesce(%(priority)s::smallint, j.priority)
+       priority = coalesce(%(priority)s::smallint, j.priority),
+       attempts = j.attempts - %(refund)s, settle = coalesce(%(settle)s, j.settle),
+       generation = coalesce(%(generation)s, j.generation), task = coalesce(%(task)s, j.task)
  WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
 RETURNING j.attempts < j.max_attempts AS again
 """

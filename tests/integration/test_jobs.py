@@ -752,26 +752,6 @@ def test_max_retries_ends_a_job_whose_effect_never_happens(lab: Lab) -> None:
     assert (lab.status(job), len(lab.calls)) == ("failed", 3)
 
 
-@pytest.mark.parametrize("what", ["group", "chain", "chord", "map", "starmap", "chunks"])
-def test_what_would_run_unrecorded_is_refused_by_name(lab: Lab, what: str) -> None:
-    child = lab.task(lambda self, *args: None, effects=[])
-    canvases = {
-        "group": lambda: group(child.s(1), child.s(2)),
-        "chain": lambda: chain(child.s(1), child.s(2)),
-        "chord": lambda: chord([child.s(1), child.s(2)], child.s(3)),
-    }
-
-    def body(self: Any) -> Any:
-        if what in canvases:
-            return self.replace(canvases[what]())
-        return getattr(child, what)(*([[1, 2]] if what != "chunks" else [[1, 2], 1]))
-
-    job = lab.run(lab.task(body, effects=[]))
-    assert lab.status(job) == "failed"
-    assert f"{what}" in lab.row(job)["last_error"]
-    assert len(lab.sql("SELECT id FROM jobs")) == 1, "nothing was sent"
-
-
 @pytest.mark.parametrize("explicit", [False, True])
 def test_retry_is_a_statement_and_autoretry_is_not(lab: Lab, explicit: bool) -> None:
     def body(self: Any) -> Any:

@@ -1,17 +1,35 @@
-"""A producer whose broker is in memory: what it accepts is in the database, and what it published can be counted."""
+"""An app whose broker is in memory: what it accepts is in the database, and what it published can be counted.
+
+It can also be its own worker, one delivery at a time, in this process (`work`): a delivery may be made twice, or be cut
+short wherever a test raises `Killed`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import pytest
 from celery import Celery
+from celery._state import _tls
+from celery.app.trace import build_tracer
 from sqlalchemy import create_engine, pool
 
 from celery_safe_effects import SafeEffects, SafeTask
 from tests.support.services import Sql
+
+
+class Killed(BaseException):
+    """The child is gone: nothing catches this."""
+
+
+class Delivery(NamedTuple):
+    """A message as a worker gets it."""
+
+    headers: dict[str, Any]
+    body: Any
+    properties: dict[str, Any]
 
 
 class Shop:
@@ -49,6 +67,62 @@ class Shop:
             return run(conn, statement, params)
 
         self.safe.store._execute = counted  # type: ignore[method-assign]
+
+    def task(self, name: str, body: Callable[..., Any], **options: Any) -> Any:
+        """A SafeTask `shop.<name>`, bound."""
+        body.__name__ = "body"
+        return self.app.task(base=SafeTask, bind=True, shared=False, name=f"shop.{name}", **options)(body)
+
+    def take(self) -> Delivery | None:
+        """The next message of the queue; it is gone then."""
+        with self.app.connection_for_write() as connection, connection.SimpleQueue(self.queue) as queue:
+            if not queue.qsize():
+                return None
+            message = queue.get()
+            message.ack()
+            return Delivery(dict(message.headers), message.payload, dict(message.properties))
+
+    def deliver(self, delivery: Delivery) -> Any:
+        """Run a message as a worker's child does, ETA or not.
+
+        Returns:
+            what Celery's tracer says; `None` where the child was killed.
+        """
+        headers, (args, kwargs, embed), properties = delivery
+        task = self.app.tasks[headers["task"]]
+        request = {
+            **headers,
+            **embed,
+            "args": args,
+            "kwargs": kwargs,
+            "correlation_id": properties.get("correlation_id"),
+            "reply_to": properties.get("reply_to"),
+            "delivery_info": {"exchange": "", "routing_key": self.queue, "priority": None},
+            "hostname": "shop",
+            "is_eager": False,
+        }
+        before = _tls.current_app
+        self.app.set_current()  # as it is in a worker
+        try:
+            task.__trace__ = build_tracer(task.name, task, app=self.app, hostname="shop")  # ours, where it is ours
+            return task.__trace__(headers["id"], args, kwargs, request)
+        except Killed:
+            return None
+        finally:
+            _tls.current_app = before
+
+    def work(self, most: int = 300) -> list[str]:
+        """Run what is in the queue, and what that brings, until nothing is left.
+
+        Returns:
+            the names of the tasks that were delivered.
+        """
+        delivered = []
+        while (delivery := self.take()) is not None:
+            delivered.append(delivery.headers["task"])
+            self.deliver(delivery)
+            assert len(delivered) < most, delivered
+        return delivered
 
     def published(self) -> list[str]:
         """The ids of the messages in the queue, in their order; they are gone then."""
