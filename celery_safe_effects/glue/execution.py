@@ -754,8 +754,8 @@ class Execution:
         try:
             rows = self._leave(job, end, params)
         except ReplayMismatch as exc:
-            error = failures.to_json(exc)
-            return self._conclude(job, _Conclusion("held", "replay_mismatch", error=error, tell=Ignore()))
+            mismatch = failures.to_json(exc)
+            return self._conclude(job, _Conclusion("held", "replay_mismatch", error=mismatch, tell=Ignore()))
         if not rows:
             rows = self._already_left(job)
         status = self._left_as = rows[0].status

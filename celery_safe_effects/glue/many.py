@@ -94,7 +94,7 @@ class Many:
 
     def _make(self, calls: list[Any]) -> list[_Item]:
         batch = Batch(plain=False)
-        with batch.gather(), self.app.producer_or_acquire(None) as producer, _unsubscribed(self.app.backend):
+        with batch.gather(), self.app.producer_or_acquire(None) as producer:
             return [self._item(batch, call, producer) for call in calls]
 
     def _item(self, batch: Batch, call: Any, producer: Any) -> _Item:
@@ -204,17 +204,3 @@ def _signature(call: Any, app: Any) -> Signature:
     raise PayloadInvalid(
         f"{call!r} is no call; give task.s(...), or (task, args, kwargs, options); nothing was enqueued"
     )
-
-
-@contextlib.contextmanager
-def _unsubscribed(backend: Any) -> Iterator[None]:
-    """Some backends subscribe to each result as its call is made; for thousands, whoever asks for one does so then."""
-    backend.on_task_call = _nothing
-    try:
-        yield
-    finally:
-        del backend.on_task_call
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing."""
