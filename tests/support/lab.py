@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_type_hints
 from uuid import uuid4
 
 import pytest
@@ -80,6 +80,8 @@ class Lab:
     def task(self, body: Callable[..., Any], **options: Any) -> Any:
         """A bound SafeTask; any option may be given differently."""
         body.__name__ = "body"
+        if options.get("pydantic"):
+            body.__annotations__ = get_type_hints(body)  # Celery 5.5 does not read them as text
         return self.app.task(**{"base": SafeTask, "bind": True, "shared": False, "name": next(names), **options})(body)
 
     def crash(self, task: Any) -> None:
