@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from .. import canonical
-from ..errors import AdmissionRejected, ConfigurationError
+from ..errors import AdmissionRejected, ConfigurationError, PayloadTooLarge
 from ..limits import Limits
 from ..store.hot import Row, Store
 
@@ -233,6 +233,27 @@ class Admission:
             limit=row.most,
             current=row.taken,
             retry_after=RETRY_AFTER,
+        )
+
+
+def check_size(what: str, size: int, most: int, nothing: str) -> None:
+    """Refuse arguments that are larger than the setting allows: a row and a message are no place for data.
+
+    Arguments:
+        what: whose arguments.
+        size, most: bytes.
+        nothing: what was not done.
+
+    Raises:
+        PayloadTooLarge: they are larger.
+    """
+    if size > most:
+        raise PayloadTooLarge(
+            f"{what} is {size} bytes, more than safe_effects_max_payload ({most}); {nothing}: pass a reference instead "
+            "of the data",
+            reason="payload_too_large",
+            limit=most,
+            current=size,
         )
 
 

@@ -29,7 +29,7 @@ from ..store.enlist import enlist, enlist_async, is_async
 from ..store.hot import STORE_ERRORS, Intent, Row
 from ..values import Operation, Outcome
 from . import deadline, failures, loop, outcomes, process
-from .admission import too_many_operations
+from .admission import check_size, too_many_operations
 from .lease import Moment, clock
 from .outcomes import classify, outcome_of
 from .tracing import Span
@@ -147,6 +147,9 @@ class Call:
                 f"effect {effect.name!r}: its arguments are not JSON ({exc}); nothing was recorded or called"
             ) from exc
         self._shown = {name: value for name, value in arguments.items() if name not in effect.options.redact}
+        shown = content if len(self._shown) == len(arguments) else canonical.canonical(self._shown)
+        most = job.store.config.max_payload
+        check_size(f"what a call of {effect.name} records", len(shown), most, "nothing was recorded or called")
         self._alarm = ExitStack()
         self._span = Span()
         self._status: Op | None = None
@@ -159,7 +162,7 @@ class Call:
             ordinal=ordinal,
             effect=effect.name,
             keyed=keyed is not None,
-            args=content if len(self._shown) == len(arguments) else canonical.canonical(self._shown),
+            args=shown,
             args_digest=canonical.digest(content),
             whole_body=False,
             **intent_options(effect, job.prefork),

@@ -17,6 +17,7 @@ from kombu.exceptions import EncodeError
 
 from .. import canonical, signals
 from ..engine import current
+from ..engine.admission import check_size
 from ..engine.job import ActiveJob
 from ..engine.lease import clock
 from ..errors import (
@@ -165,16 +166,12 @@ class Acceptance:
             raise PayloadInvalid(
                 f"the arguments of {envelope.task} cannot be encoded as {serializer}: {exc}; nothing was enqueued"
             ) from exc
-        if len(data) > (limit or config.max_payload):
-            error = PayloadTooLarge(
-                f"the message of {envelope.task} is {len(data)} bytes, more than safe_effects_max_payload "
-                f"({config.max_payload}); nothing was enqueued: pass a reference instead of the data",
-                reason="payload_too_large",
-                limit=config.max_payload,
-                current=len(data),
-            )
+        try:
+            most = limit or config.max_payload
+            check_size(f"the message of {envelope.task}", len(data), most, "nothing was enqueued")
+        except PayloadTooLarge as error:
             self._tell_refusals([(envelope.task, error)])
-            raise error
+            raise
         params = {
             "id": envelope.id,
             "task": envelope.task,

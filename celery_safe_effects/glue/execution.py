@@ -18,7 +18,7 @@ from kombu.exceptions import EncodeError
 
 from .. import canonical, signals
 from ..engine import current, failures, loop, outcomes, process
-from ..engine.admission import OPERATIONS_LIMIT
+from ..engine.admission import OPERATIONS_LIMIT, check_size
 from ..engine.calls import intent_options
 from ..engine.job import ActiveJob, RetryOver
 from ..engine.lease import Moment, clock
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SHOWN = 10_000
+"""Bytes up to which a whole body's arguments are recorded for views alone; a lookup gets them all."""
 EARLY_WAIT = 1.0
 """Seconds that a delivery which is a little early waits in place."""
 BACKOFF, MAX_BACKOFF = 1.0, 60.0
@@ -101,6 +103,7 @@ class Execution:
         self.mark = Mark.of(getattr(request, MARK, None))
         self.owner = self.safe.owner(request.hostname)
         self.whole_body = task.effects is None
+        self.digest: str | None = None
         self._left_as: str | None = None
 
     def run(self) -> Any:
@@ -127,6 +130,7 @@ class Execution:
             embed = self.safe.publisher.definite(self._envelope(), self.task._options_of_apply()).body[2]
             for name in ("callbacks", "errbacks", "chain", "chord"):
                 setattr(self.request, name, embed.get(name))
+        self.digest = digest
         with ExitStack() as alarm:
             try:
                 return self._deliver(digest, alarm)
@@ -231,7 +235,7 @@ class Execution:
                 "nonce": nonce,
                 "process": process.identity(),
                 "trace": self.safe.hooks.tracing.sent_by(self.request),
-                "args": _json_or_none(shown),
+                "args": self._recorded(body, shown),
                 "args_digest": digest or "",
             }
         for attempt in range(3):
@@ -252,6 +256,15 @@ class Execution:
         except TypeError:
             return {}
         return {name: value for name, value in arguments.items() if name not in body.options.redact}
+
+    @staticmethod
+    def _recorded(body: Effect[Any, Any], shown: dict[str, Any]) -> str | None:
+        """The same as JSON. They are in the job's envelope already: what nobody looks up by is not kept twice."""
+        try:
+            text = canonical.canonical(shown)
+        except (TypeError, ValueError):
+            return None
+        return text if body.find is not None or len(text) <= SHOWN else None
 
     def _never_entered(self, exc: BaseException) -> bool:
         """Whether the delivered arguments do not fit the body's signature, so that it cannot have begun."""
@@ -501,6 +514,10 @@ class Execution:
         if batch is None:
             return None
         if outgoing is not None and self.safe.publisher.is_safe(outgoing.task):
+            try:
+                self._outgoing(outgoing, False)
+            except (EncodeError, TypeError, ValueError, SafeEffectsError) as bad:
+                return _Conclusion("failed", "replacement_not_encodable", error=failures.to_json(bad), tell=bad)
             return _Conclusion(
                 "queued",
                 "replaced",
@@ -715,9 +732,13 @@ class Execution:
                 "priority": None,
             }
         serializer = outgoing.serializer or self.task.app.conf.task_serializer
+        envelope, digest = outgoing.encode(serializer), outgoing.digest(serializer)
+        if digest != self.digest:  # the same arguments were accepted before, however large
+            most = self.safe.config.max_payload
+            check_size(f"the message of {outgoing.task}", len(envelope), most, "it was not sent")
         return {
-            "envelope": outgoing.encode(serializer),
-            "digest": outgoing.digest(serializer),
+            "envelope": envelope,
+            "digest": digest,
             "retries": int(outgoing.headers.get("retries") or 0),
             "expires": time_of(self.task.app, outgoing.headers.get("expires")),
             "queue": routing.lands_in(self.task.app, outgoing.options),
@@ -847,10 +868,3 @@ def _ended_by(exc: BaseException) -> str:
 def _storable(value: Any) -> Any:
     """What a body returned, with a result of Celery's as Celery stores it."""
     return value.as_tuple() if isinstance(value, ResultBase) else value
-
-
-def _json_or_none(value: Any) -> str | None:
-    try:
-        return canonical.canonical(value)
-    except (TypeError, ValueError):
-        return None
