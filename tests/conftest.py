@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-pytest.register_assert_rewrite("tests.support.checks")
+pytest.register_assert_rewrite("tests.support.checks", "tests.support.delivery")
 
 pytest_plugins = [
     "tests.support.loud",

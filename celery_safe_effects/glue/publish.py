@@ -45,7 +45,7 @@ from .continuations import Continuations
 from .envelope import MARK, OPAQUE, Envelope, Mark, Raw, arguments_digest
 from .results import restore_header, send_without_backend
 from .task import OURS, SafeTask
-from .wire import BATCH, BROKER_ERRORS, Message, Wire
+from .wire import BATCH, Message, Wire
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -235,8 +235,9 @@ class Publisher:
         elif verdict.publish:
             try:
                 self.wire.send_one(self._marked(hint, candidate, verdict), producer)
-            except BROKER_ERRORS as exc:
-                # Accepted is accepted: the message is only a hint, and the sweeper will give it again.
+            except Exception as exc:
+                # Accepted is accepted, whatever ails the broker, an exchange that nobody has declared yet included: the
+                # message is only a hint, and the sweeper will give it again.
                 logger.warning("job %s is accepted, but its message could not be published: %r", envelope.id, exc)
                 self.soon(envelope.id)
         return None

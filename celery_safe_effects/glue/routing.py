@@ -69,9 +69,13 @@ def to_send(app: Celery, options: Mapping[str, Any]) -> dict[str, Any]:
         ]
         found["declare"] = [app.amqp.queues[lands]] if lands else exchanges[:1]
     elif queue and not may_declare(app, options):
-        found["queue"] = Queue(queue, Exchange(""), routing_key=queue)
-        found["declare"] = []
+        found |= as_it_is(queue)
     return found
+
+
+def as_it_is(queue: str) -> dict[str, Any]:
+    """To a queue by its name, however it was declared."""
+    return {"queue": Queue(queue, Exchange(""), routing_key=queue), "declare": []}
 
 
 def lands_in(app: Celery, options: Mapping[str, Any]) -> str | None:

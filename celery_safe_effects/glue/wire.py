@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kombu import exceptions
+from kombu.exceptions import ChannelError
 from kombu.exceptions import OperationalError as BrokerError
 from kombu.transport import virtual
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 BROKER_ERRORS: Final = (BrokerError, OSError, getattr(exceptions, "BatchPublishError", BrokerError))
 """The broker could not be reached, or did not answer: a message may have gone out, or not."""
+PRECONDITION_FAILED: Final = 406
 BATCH: Final = 500
 """Messages that a broker gets in one round trip, where it can take several."""
 
@@ -139,7 +141,14 @@ class Wire:
     def _send_logged(self, producer: Any, message: Message) -> None:
         try:
             with producer.connection._reraise_as_library_errors():
-                self._send(producer, message)
+                try:
+                    self._send(producer, message)
+                except ChannelError as exc:
+                    queue = message.options.get("queue")
+                    if exc.reply_code != PRECONDITION_FAILED or not isinstance(queue, str):
+                        raise
+                    # It is there, made otherwise than this process would make it: send to it all the same.
+                    self._send(producer, message._replace(options=message.options | routing.as_it_is(queue)))
         except BROKER_ERRORS:
             raise
         except Exception:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Exchange, Queue, pools
 from kombu.common import Broadcast
 
 from celery_safe_effects.testing import eventually
@@ -115,6 +115,23 @@ def test_it_is_published_again_to_the_same_place(apps: tuple[Celery, Celery], br
         assert sweeper.safe_effects.republish(result.id) == 1, route
         assert taken(broker, queue) == first, route
         assert first["properties"].get("priority", 0) == options.get("priority", 0), route
+
+
+@pytest.mark.parametrize("broker", [pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)], indirect=True)
+def test_a_queue_that_the_sweeping_process_would_make_otherwise(
+    apps: tuple[Celery, Celery], app_conf: dict[str, Any], broker: Broker
+) -> None:
+    """The broker refuses such a declaration, and the message goes there all the same."""
+    sender, _ = apps
+    other = create({**app_conf, "task_queues": []})
+    other.conf.task_queues = []
+    sent = [sender.tasks["tests.pure"].apply_async((n,), queue="h_prio") for n in range(3)]
+    purge(broker, "h_prio")
+    pools.reset()  # another process has connections of its own, which have declared nothing yet
+    assert other.safe_effects.republish(*(result.id for result in sent)) == 3
+    eventually(lambda: broker.depth("h_prio") == 3, 5)
+    other.safe_effects.close()
+    other.close()
 
 
 def test_a_broker_that_lost_the_queue_too(apps: tuple[Celery, Celery], broker: Broker, sql: Sql) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -173,8 +174,8 @@ def rabbitmq_broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
         broker.purge()
 
 
-@pytest.fixture(scope="module")
-def module_broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
+@contextmanager
+def module_redis(request: pytest.FixtureRequest) -> Iterator[Broker]:
     """Redis as the broker of a whole module."""
     url = os.environ.get(REDIS_VARIABLE)
     server: LocalServer | None = None
@@ -184,10 +185,34 @@ def module_broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
         held: _Redis = request.getfixturevalue("_embedded_redis")
         _revive(held.server)
         url, server = held.next(), held.server
-    broker = Broker("redis", url, server)
+    yield from _purged(Broker("redis", url, server))
+
+
+@contextmanager
+def module_rabbitmq(request: pytest.FixtureRequest) -> Iterator[Broker]:
+    """RabbitMQ as the broker of a whole module."""
+    url = os.environ.get(RABBITMQ_VARIABLE)
+    server: LocalServer | None = None
+    if not url:
+        if not RabbitMQServer.available():
+            skip_loudly(request, f"needs RabbitMQ: install rabbitmq-server or set {RABBITMQ_VARIABLE}")
+        held: _RabbitMQ = request.getfixturevalue("_local_rabbitmq")
+        _revive(held.server)
+        url, server = held.next(), held.server
+    yield from _purged(Broker("rabbitmq", url, server))
+
+
+def _purged(broker: Broker) -> Iterator[Broker]:
     broker.purge()
     yield broker
     broker.purge()
+
+
+@pytest.fixture(scope="module")
+def module_broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
+    """The broker of a whole module: Redis, unless it says otherwise."""
+    with module_redis(request) as broker:
+        yield broker
 
 
 @pytest.fixture(params=["redis", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
