@@ -57,6 +57,16 @@ def test_a_wrong_url(app: Celery, workers: Workers, url: str) -> None:
         app.tasks["tests.pure"].delay(1)
 
 
+def test_protocol_1(app: Celery, workers: Workers, sql: Sql, broker: Broker) -> None:
+    """Its messages have no headers to say which row they belong to."""
+    assert "task_protocol must be 2" in refused(workers, task_protocol=1)
+    app.conf.task_protocol = 1
+    with pytest.raises(ConfigurationError, match="task_protocol"):
+        app.tasks["tests.pure"].delay(1)
+    app.tasks["tests.plain"].delay(1)
+    assert (sql("SELECT id FROM jobs"), broker.depth()) == ([], 1)
+
+
 def test_a_missing_schema(app: Celery, workers: Workers, empty_database_url: str, broker: Broker) -> None:
     log = refused(workers, safe_effects_database_url=empty_database_url)
     assert "safe-effects upgrade" in log

@@ -51,6 +51,11 @@ def add_tasks(app: Celery) -> None:
         note(name)
         time.sleep(seconds)
 
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.notes_late", effects=[], acks_late=True)
+    def notes_late(self: Any, name: str) -> None:
+        """Note it, and acknowledge the message afterwards."""
+        note(name)
+
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.rated", effects=[], rate_limit="2/s")
     def rated(self: Any, name: str) -> None:
         """Note it, twice a second at most."""

@@ -11,7 +11,7 @@ from celery import Celery
 app = Celery(
     "plain",
     broker=os.environ.get("PLAIN_BROKER"),
-    backend=os.environ.get("PLAIN_BROKER"),
+    backend=os.environ.get("PLAIN_BACKEND", os.environ.get("PLAIN_BROKER")),
     set_as_current=False,
 )
 app.conf.broker_connection_retry_on_startup = True
