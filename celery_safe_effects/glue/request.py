@@ -134,7 +134,8 @@ class SafeRequest(Request):
             return
         if not state.should_terminate:
             logger.error("hard time limit (%ss) exceeded for %s[%s]", timeout, self.name, self.id)
-        self._leave("time_limit")
+        if not self._left:  # the pool has told on_failure() already: one limit ends one attempt
+            self._leave("time_limit")
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """Celery gives the task up, after a lost connection or in a cold stop: the attempt is over."""

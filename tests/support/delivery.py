@@ -250,7 +250,8 @@ def test_late_and_rejected(site: Site) -> None:
     failed = site.send("fails_late", "late")
     ended = site.send("fails_late", "long", 20, time_limit=1, max_attempts=2)
     assert site.ends(failed, "failed")["attempts"] == 1
-    assert site.ends(ended, "failed", timeout=40)["attempts"] == 2
+    row = site.ends(ended, "failed", timeout=40)
+    assert row["attempts"] == 2, (row, site.log(ended))
     assert noted(site, "late", "long") == ["late", "long", "long"]
     eventually(lambda: waiting(site, site.app.conf.task_default_queue) == 0, 5)
 
