@@ -17,6 +17,8 @@ from .values import Operation, Outcome, Verdict, seconds
 P = ParamSpec("P")
 R = TypeVar("R")
 T_co = TypeVar("T_co", covariant=True)
+Awaited = Coroutine[object, None, R]
+"""What a call returns that is awaited; without ``Any``, in which type checkers would lose themselves in ``gather``."""
 Policy = Literal["park", "assume_happened", "send_again"]
 POLICIES: Final = ("park", "assume_happened", "send_again")
 DEFAULT_DEADLINE: Final = 60.0
@@ -164,7 +166,7 @@ class Effect(Generic[P, T_co]):
         return self._call(None, None, args, kwargs)
 
     @property
-    def blocking(self: Effect[P, Coroutine[Any, Any, R]]) -> Effect[P, R]:
+    def blocking(self: Effect[P, Awaited[R]]) -> Effect[P, R]:
         """This very effect, typed as synchronous code sees one whose function is ``async def``."""
         return self  # type: ignore[return-value]
 
@@ -279,11 +281,11 @@ class _Decorator:
     @overload
     def __call__(  # type: ignore[overload-overlap]
         self, fn: Callable[Concatenate[Operation, P], Coroutine[Any, Any, Outcome[R]]]
-    ) -> Effect[P, Coroutine[Any, Any, Outcome[R]]]: ...
+    ) -> Effect[P, Awaited[Outcome[R]]]: ...
     @overload
     def __call__(  # type: ignore[overload-overlap]
         self, fn: Callable[Concatenate[Operation, P], Coroutine[Any, Any, R]]
-    ) -> Effect[P, Coroutine[Any, Any, Outcome[R]]]: ...
+    ) -> Effect[P, Awaited[Outcome[R]]]: ...
     @overload
     def __call__(self, fn: Callable[Concatenate[Operation, P], Outcome[R]]) -> Effect[P, Outcome[R]]: ...
     @overload

@@ -178,13 +178,14 @@ def create_app(conf: Mapping[str, Any]) -> Celery:
             rounds += sum(range(1000)) > 0
         return rounds
 
-    from tests.support import bad_tasks, fault_tasks, faults2, faults3, pool_tasks
+    from tests.support import async_tasks, bad_tasks, fault_tasks, faults2, faults3, pool_tasks
 
     fault_tasks.add_tasks(app)
     bad_tasks.add_tasks(app)
     faults2.add_tasks(app)
     faults3.add_tasks(app)
     pool_tasks.add_tasks(app)
+    async_tasks.add_tasks(app)
 
     @app.task(shared=False, name="tests.plain")
     def plain(value: Any = None) -> Any:
