@@ -779,6 +779,7 @@ class Execution:
             return self._conclude(job, _Conclusion("held", "replay_mismatch", error=mismatch, tell=Ignore()))
         if not rows:
             rows = self._already_left(job)
+        self.safe.keeper.drop(job.held)  # or a renewal meanwhile would take the end for a loss
         status = self._left_as = rows[0].status
         if status == JobStatus.QUEUED:
             if end.waiting_for is None and not self.request.is_eager:
