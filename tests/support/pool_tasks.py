@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import os
+import signal
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from celery import Celery
+from celery.signals import task_revoked
 
 from celery_safe_effects import NoActiveJob, SafeTask, native
 from tests.support import tasks
@@ -94,3 +96,22 @@ def add_tasks(app: Celery) -> None:
     def refunds(self: Any, order: str) -> Any:
         """One effect of a provider that knows keys and a lookup."""
         return tasks.refund(order).ref
+
+    @task("ignores_signals", [tasks.charge])
+    def ignores_signals(self: Any, seconds: float) -> Any:
+        """Does not let itself be ended, and then wants to do something more."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        entered("ignores_signals")
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(0.05)
+        return tasks.charge("ignores", 1).ref
+
+
+def tell_of_revokes() -> None:
+    """In a worker: let the provider count what ``task_revoked`` tells."""
+
+    def revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
+        entered(f"revoked_{request.id}")
+
+    task_revoked.connect(revoked, weak=False)
