@@ -233,7 +233,7 @@ def test_by_stamps(app: Celery, workers: Workers, sql: Sql, provider: Provider, 
 
     running = send("42", app.tasks["tests.charge_slowly"].s("running", 30))
     eventually(lambda: provider.ledger(key=f"{running.id}:1"), 15)
-    late = [send(batch, countdown=4) for batch in ("42", ["41", "42"], "43")]
+    late = [send(batch, countdown=wait) for batch, wait in (("42", 3600), (["41", "42"], 3600), ("43", 4))]
     app.control.revoke_by_stamped_headers({"batch": ["42", "44"]}, terminate=True)
     for result in (running, *late[:2]):
         settled(sql, result.id)
@@ -263,6 +263,11 @@ def test_a_message_that_has_no_row_yet(
     app.control.revoke(result.id)
     settled(sql, result.id)
     assert_log(sql, result.id, [ACCEPTED, REVOKED])
+    # One after the other in the same breath: nobody could have taken it in between.
+    (gap,) = sql(
+        "SELECT max(at) - min(at) < interval '1 second' AS short FROM transitions WHERE job_id = %s", result.id
+    )
+    assert gap["short"]
     first.kill()
     workers("b")
     settled(sql, app.tasks["tests.pure"].delay().id, "succeeded")
