@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import psycopg
-from celery import current_task, states
+from celery import current_task
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.exceptions import EncodeError
 
@@ -35,7 +35,7 @@ from ..store.statements import ACCEPTED_COLUMNS
 from ..values import seconds
 from . import routing
 from .envelope import MARK, Envelope, Mark, stamps_of
-from .task import runs_needed
+from .task import hears_of_its_end, runs_needed
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -192,7 +192,7 @@ class Acceptance:
                 },
             ),
             "envelope": data,
-            "settle": envelope.needs_settling,
+            "settle": envelope.needs_settling or hears_of_its_end(task),
             "stamps": stamps_of(envelope.headers),
             "fair": self.safe.config.fair and routing.is_by_name(self.app, envelope.options),
         }
@@ -432,7 +432,7 @@ class Acceptance:
     def _remind(self, job_id: str) -> None:
         """The backend may have forgotten a finished job's result: deliver its end once more."""
         try:
-            if self.app.backend.get_state(job_id) == states.PENDING:
+            if self.safe.publisher.results.are_forgotten(job_id):
                 row = self.safe.store.row("JOB", id=job_id)
                 if row is not None and row.settle:
                     self.safe.store.rows("UNSETTLE", id=job_id)

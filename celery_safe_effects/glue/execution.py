@@ -43,7 +43,7 @@ from . import routing
 from .acceptance import Run, time_of
 from .batch import Batch
 from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest, is_marked
-from .trace import END, End
+from .trace import END, End, storable
 from .wire import Message
 
 if TYPE_CHECKING:
@@ -841,7 +841,7 @@ class Execution:
 
     def _settles(self, fence: int, error: BaseException | None = None) -> BaseException:
         """Celery is about to be told of an end; when it has been, the row says so. Returns the error, to be raised."""
-        setattr(self.request, END, End(fence, error))
+        self.request.update({END: End(fence, error)}, **storable(self.task, self.request))
         return error or Ignore()
 
     def _tell_unknown(self, reason: str, error: Any = None) -> None:

@@ -43,7 +43,7 @@ from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Candidate, Do
 from .batch import Batch, Gathered, gathering, stored
 from .continuations import Continuations
 from .envelope import MARK, OPAQUE, Envelope, Mark, Raw, arguments_digest
-from .results import restore_header, send_without_backend
+from .results import Results, restore_header
 from .task import OURS, SafeTask
 from .wire import BATCH, Message, Wire
 
@@ -88,6 +88,7 @@ class Publisher:
         self.app: Celery = safe.app
         self.acceptance = Acceptance(safe)
         self.wire = Wire(safe.app)
+        self.results = Results(self.app)
         self._known: dict[str, tuple[bool, float]] = {}
 
     # -- installation --------------------------------------------------------------------------------------------------
@@ -148,12 +149,11 @@ class Publisher:
         try:
             if not taken:
                 return send(name, args, kwargs, **options)
-            return send_without_backend(self.app, send, name, args, kwargs, options, reply=not own)
+            return self.results.send(send, name, args, kwargs, options, reply=not own)
         except IdempotencyConflict as exc:
             raise in_a_body(exc, options.get("task_id")) from exc
         except AlreadyAccepted as found:
-            result_cls = options.get("result_cls") or self.app.AsyncResult
-            result = result_cls(found.job_id)
+            result = self.results.of(found.job_id, options.get("result_cls"))
             if not options.get("ignore_result") and options.get("add_to_parent", True):
                 parent = current_task
                 if parent and getattr(parent, "request", None) is not None and parent.request.id:

@@ -12,46 +12,112 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
+from celery import states
+from celery.app.backends import by_url
+
+from ..engine.lease import clock
+
 if TYPE_CHECKING:
     from celery import Celery
 
 logger = logging.getLogger(__name__)
 
+MADE_AGAIN: Final = 30.0
+"""Seconds after which a backend that could not be made is tried again."""
 _NOT_HERE: Final = object()
 _ignored: ContextVar[Any] = ContextVar("safe_effects_ignored", default=_NOT_HERE)
 
 
-def send_without_backend(
-    app: Celery,
-    send: Callable[..., Any],
-    name: str,
-    args: Any,
-    kwargs: Any,
-    options: dict[str, Any],
-    *,
-    reply: bool,
-) -> Any:
-    """``app.send_task``, in which the backend has no say.
+class Results:
+    """The results of what an app's producers send.
 
     Arguments:
-        app, send: the app and its own ``send_task``.
-        name, args, kwargs, options: the call.
-        reply: whether a reply can come of it; a retry's reply was prepared with the first message.
-
-    Returns:
-        its result.
+        app: the Celery app.
     """
-    ignored = options.get("ignore_result")
-    if reply and not ignored:
-        _prepare_reply(app, options)
-    scope = _ignored.set(ignored)
-    try:
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
+        self._down_until = 0.0
+
+    def send(
+        self, send: Callable[..., Any], name: str, args: Any, kwargs: Any, options: dict[str, Any], *, reply: bool
+    ) -> Any:
+        """``app.send_task``, in which the backend has no say.
+
+        Arguments:
+            send: the app's own ``send_task``.
+            name, args, kwargs, options: the call.
+            reply: whether a reply can come of it; a retry's reply was prepared with the first message.
+
+        Returns:
+            its result.
+        """
+        ignored = options.get("ignore_result")
+        if reply and not ignored:
+            self._prepare_reply(options)
+        make = options.get("result_cls")
         # Nobody prepares for a result that is ignored; the message says what the caller said.
-        result = send(name, args, kwargs, **{**options, "ignore_result": True})
-    finally:
-        _ignored.reset(scope)
-    result.ignored = ignored
-    return result
+        changed = {"ignore_result": True, "result_cls": lambda job_id: self.of(job_id, make)}
+        scope = _ignored.set(ignored)
+        try:
+            result = send(name, args, kwargs, **{**options, **changed})
+        finally:
+            _ignored.reset(scope)
+        result.ignored = ignored
+        return result
+
+    def of(self, job_id: str, make: Callable[[str], Any] | None = None) -> Any:
+        """A job's result; where the backend cannot be made now, one that makes it when somebody asks."""
+        if clock() >= self._down_until:
+            try:
+                return (make or self.app.AsyncResult)(job_id)
+            except Exception as exc:
+                self._down_until = clock() + MADE_AGAIN
+                logger.warning("job %s is accepted, but the result backend does not answer: %r", job_id, exc)
+        return self.app.AsyncResult(job_id, backend=_Later(self.app))
+
+    def are_forgotten(self, job_id: str) -> bool:
+        """Whether the backend answers, and knows nothing of a job."""
+        if clock() < self._down_until:
+            return False
+        try:
+            return bool(self.app.backend.get_state(job_id) == states.PENDING)
+        except NotImplementedError:
+            return False  # there is no backend
+        except Exception as exc:
+            self._down_until = clock() + MADE_AGAIN
+            logger.warning("the result of job %s could not be checked: %r", job_id, exc)
+            return False
+
+    def _prepare_reply(self, options: Mapping[str, Any]) -> None:
+        policy = dict(self.app.conf.task_publish_retry_policy or {})
+        policy.pop("retry_errors", None)
+        try:
+            backend, _ = by_url(self.app.backend_cls or self.app.conf.result_backend, self.app.loader)
+            if backend.persistent:
+                return
+            with self.app.producer_or_acquire(options.get("producer")) as producer:
+                # Declaring it would try for ever where the broker is down; connecting can be bounded.
+                producer.connection.ensure_connection(**policy)
+                self.app.backend.on_task_call(producer, options.get("task_id"))
+        except Exception as exc:
+            logger.warning("the reply queue could not be prepared, and results may be lost: %r", exc)
+
+
+class _Later:
+    """A result backend that is made when it is used."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+        self._made: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        self._made = self._app.backend
+        return getattr(self._made, name)
+
+    def remove_pending_result(self, result: Any) -> Any:
+        """What a result that goes away calls, also one that nobody asked for."""
+        return self._made.remove_pending_result(result) if self._made is not None else result
 
 
 def restore_header(headers: dict[str, Any]) -> None:
@@ -59,18 +125,3 @@ def restore_header(headers: dict[str, Any]) -> None:
     ignored = _ignored.get()
     if ignored is not _NOT_HERE:
         headers["ignore_result"] = ignored
-
-
-def _prepare_reply(app: Celery, options: Mapping[str, Any]) -> None:
-    backend = app.backend
-    if type(backend).persistent:
-        return
-    policy = dict(app.conf.task_publish_retry_policy or {})
-    policy.pop("retry_errors", None)
-    try:
-        with app.producer_or_acquire(options.get("producer")) as producer:
-            # Declaring it would try for ever where the broker is down; connecting can be bounded.
-            producer.connection.ensure_connection(**policy)
-            backend.on_task_call(producer, options.get("task_id"))
-    except Exception as exc:
-        logger.warning("the reply queue could not be prepared, and results may be lost: %r", exc)

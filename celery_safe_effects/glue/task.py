@@ -446,6 +446,15 @@ def keep_built_ins_plain(app: Any) -> None:
     app._task_from_fun = plain_if_built_in
 
 
+def hears_of_its_end(task: Any) -> bool:
+    """Whether a task wants to be told of its end although its result is ignored: by a hook, or to store an error."""
+    if task is None:
+        return False
+    hooks = ("on_success", "on_failure", "after_return")
+    overridden = any(getattr(type(task), hook) is not getattr(BaseTask, hook) for hook in hooks)
+    return overridden or bool(task.store_errors_even_if_ignored)
+
+
 def runs_needed(task: Any, max_retries: int | None = None) -> int | None:
     """How many runs a task's retries may come to.
 

@@ -7,10 +7,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from celery import signals, states
+from celery.app.task import Context
 
 from .. import canonical
 from ..engine import failures
 from ..states import UNKNOWN_STATE, JobStatus
+from .trace import storable
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -34,7 +36,7 @@ class Teller:
         try:
             if not _ignores_result(task, request):
                 meta = {"reason": reason, "detail": text}
-                task.backend.store_result(job_id, meta, UNKNOWN_STATE, request=request)
+                task.backend.store_result(job_id, meta, UNKNOWN_STATE, request=_storable(task, request))
             # ``exception`` is a field that Flower declares: it shows the reason.
             self._event(task, request, "task-unknown", uuid=job_id, exception=f"{reason}: {text}", name=task.name)
         except Exception:
@@ -47,7 +49,7 @@ class Teller:
             return
         try:
             meta = {"pid": os.getpid(), "hostname": request.hostname}
-            task.backend.store_result(job_id, meta, states.STARTED, request=request)
+            task.backend.store_result(job_id, meta, states.STARTED, request=_storable(task, request))
         except Exception:
             logger.warning("STARTED of job %s could not be stored", job_id, exc_info=True)
         self.recheck(job_id, JobStatus.RUNNING)
@@ -56,6 +58,7 @@ class Teller:
         """Show a cancelled job as REVOKED, and settle it."""
         try:
             if not _ignores_result(task, request):
+                request = _storable(task, request)
                 task.backend.mark_as_revoked(job_id, reason, request=request, store_result=True)
             expired = reason == "expired"
             how = {"terminated": False, "signum": None, "expired": expired}
@@ -112,6 +115,12 @@ class Teller:
                 self.safe.store.rows("UNSETTLE", id=job_id)
         except Exception:
             logger.warning("job %s could not be read again", job_id, exc_info=True)
+
+
+def _storable(task: Any, request: Any) -> Any:
+    """The request, or a copy of it that the backend can encode."""
+    changed = storable(task, request)
+    return Context({**vars(request), **changed}) if changed else request
 
 
 def _ignores_result(task: Any, request: Any) -> bool:

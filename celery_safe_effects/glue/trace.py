@@ -14,6 +14,7 @@ from billiard.einfo import ExceptionInfo
 from celery import states
 from celery.app.trace import TraceInfo, build_tracer
 from celery.exceptions import Ignore
+from kombu.utils.encoding import safe_repr
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,19 @@ class Traced:
             app = task.app
             tracer = build_tracer(task.name, task, app.loader, Info=SafeTraceInfo, app=app)
         task.__dict__["__trace__"] = tracer
+
+
+def storable(task: Any, request: Any) -> dict[str, Any]:
+    """The arguments of a request that the backend cannot encode, as text: ``result_extended`` stores them, too."""
+    if request is None or not task.app.conf.find_value_for_key("extended", "result"):
+        return {}
+    changed = {}
+    for name in ("args", "kwargs"):
+        try:
+            task.backend.encode(getattr(request, name, None))
+        except Exception:
+            changed[name] = getattr(request, f"{name}repr", None) or safe_repr(getattr(request, name, None))
+    return changed
 
 
 def untold(task: Any, job_id: str, exc: Any) -> None:

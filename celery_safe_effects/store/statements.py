@@ -594,7 +594,7 @@ RETURNING j.id
 
 # Celery has been told: the result is stored, the continuations are out.
 SETTLE: Final = """
-UPDATE {s}.job j SET settled_at = clock_timestamp(), next_publish_at = NULL
+UPDATE {s}.job j SET settled_at = clock_timestamp(), next_publish_at = NULL, telling_until = NULL
   FROM unnest(%(ids)s::text[], %(fences)s::bigint[]) AS l (id, fence)
  WHERE j.id = l.id AND j.fence = l.fence AND j.status IN ('succeeded', 'failed', 'cancelled') AND j.settled_at IS NULL
 RETURNING j.id, {async} AS a

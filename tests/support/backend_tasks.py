@@ -13,16 +13,11 @@ from kombu.serialization import register
 from kombu.utils import json
 
 from celery_safe_effects import SafeEffects, SafeTask
-from celery_safe_effects.errors import SafeEffectsError
 from tests.support import tasks
 from tests.support.fault_tasks import entered
 from tests.support.names import CONF_VARIABLE
 
 TRIES_VARIABLE = "SAFE_EFFECTS_TEST_SETTLE_TRIES"
-
-
-class TooMuch(SafeEffectsError):
-    """What the serializer `picky` does not encode."""
 
 
 def _picky(value: Any) -> str:
@@ -62,6 +57,17 @@ def add_tasks(app: Celery) -> None:
             raise LookupError(order)
         return result
 
+    @app.task(base=SafeTask, shared=False, name="tests.ignored", effects=[], ignore_result=True)
+    def ignored(value: Any) -> Any:
+        """Nobody wants to know."""
+        return value
+
+    @app.task(base=SafeTask, shared=False, name="tests.ignored_but_errors", effects=[], ignore_result=True,
+              store_errors_even_if_ignored=True)  # fmt: skip
+    def ignored_but_errors(value: Any) -> Any:
+        """Unless it fails."""
+        raise LookupError(value)
+
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.echo", effects=[])
     def echo(self: Any, *args: Any, **kwargs: Any) -> Any:
         """What came, as text and as it is."""
@@ -73,6 +79,11 @@ def add_tasks(app: Celery) -> None:
     def returns_set(self: Any) -> Any:
         """Pickle takes it, JSON does not."""
         return {1, 2}
+
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.pair", effects=[])
+    def pair(self: Any) -> Any:
+        """JSON makes a list of it."""
+        return 1, 2
 
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.returns_result", effects=[])
     def returns_result(self: Any) -> Any:
