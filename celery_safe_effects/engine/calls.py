@@ -147,6 +147,7 @@ class Call:
                 f"effect {effect.name!r}: its arguments are not JSON ({exc}); nothing was recorded or called"
             ) from exc
         self._shown = {name: value for name, value in arguments.items() if name not in effect.options.redact}
+        job.veil.hide(*(value for name, value in arguments.items() if name not in self._shown))
         shown = content if len(self._shown) == len(arguments) else canonical.canonical(self._shown)
         most = job.store.config.max_payload
         check_size(f"what a call of {effect.name} records", len(shown), most, "nothing was recorded or called")
@@ -348,8 +349,8 @@ class Call:
         job, key = self.job, self.intent.key
         record = job.insist("OPERATION", key=key)[0]
         job.unrecorded.pop(self.nonce, None)
+        error = failures.to_json(raised) if raised is not None else None
         if record.nonce == self.nonce and record.status == Op.INTENT_RECORDED:
-            error = failures.to_json(raised) if raised is not None else None
             # Waits for the row if the transaction is being committed at this moment, and then finds it resolved.
             row = job.insist("OUTCOME", **outcomes.params(job, key, self.nonce, Op.NOT_HAPPENED, error=error))[0]
             if row.status is not None:
@@ -362,8 +363,9 @@ class Call:
             record = job.insist("OPERATION", key=key)[0]
         if record.nonce != self.nonce or record.status != Op.OUTCOME_CONFIRMED:
             raise job.lost()
-        if raised is not None:
-            logger.warning("operation %s is committed; what its effect raised afterwards is dropped: %r", key, raised)
+        if error is not None:
+            text = error["text"]
+            logger.warning("operation %s is committed; what its effect raised afterwards is dropped: %s", key, text)
         self._status = Op.OUTCOME_CONFIRMED
         job.last_ref = record.provider_ref
         return Outcome(record.provider_ref, canonical.decode(record.result))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .. import canonical
+from . import current
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,29 @@ def to_json(exc: BaseException) -> dict[str, Any]:
         args: Any = canonical.printable(canonical.decode(encoded)) if len(encoded) <= ARGS_LIMIT else None
     except (TypeError, ValueError):
         args = None
+    job = current.job_here()
+    text = _text(exc)
+    if job is not None and job.veil:
+        args, text = job.veil.over(args), job.veil.text(text)
     return {
         "type": type(exc).__qualname__,
         "module": type(exc).__module__,
         "args": args,
-        "text": canonical.printable(f"{type(exc).__name__}: {_text(exc)}"[:TEXT_LIMIT]),
+        "text": canonical.printable(f"{type(exc).__name__}: {text}"[:TEXT_LIMIT]),
     }
+
+
+def unveiled(exc: Exception) -> Exception:
+    """An exception that Celery may be told: the same, or one without the values that the job keeps to itself.
+
+    It must not be raised from another: what led to it is left out where it shows such a value.
+    """
+    job = current.job_here()
+    if job is None or not job.veil.shows(exc):
+        return exc
+    made = from_json(to_json(exc)).with_traceback(exc.__traceback__)
+    made.__suppress_context__ = True
+    return made
 
 
 def _text(exc: BaseException) -> str:

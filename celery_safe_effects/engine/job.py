@@ -33,6 +33,7 @@ from . import deadline, loop
 from .lease import HeldLease, Moment, clock
 from .replay import Recorded
 from .tracing import Tracing
+from .veil import Veil
 
 if TYPE_CHECKING:
     from ..effects import Effect
@@ -131,6 +132,8 @@ class ActiveJob:
         self.outgoing: Any = None
         self.replacement: Any = None
         self.children = 0
+        self.veil = Veil()
+        """What is kept out of records and errors."""
         self._named: set[str] = set()
         self.in_body = False
         self.max_attempts: int = row.max_attempts

@@ -174,13 +174,20 @@ class Execution:
             prefork=self.safe.prefork,
             recorded=recorded,
         )
+        job.veil.hide(*self.task._secrets(self.args, self.kwargs))
         span = self.safe.hooks.tracing.job(self.task, self.request, job)
         scope = current.begin(job, alone=self.safe.prefork)
         try:
             with span.current():
-                if self.whole_body:
-                    return self._whole_body(job, row, nonce, since, alarm)
-                return self._conclude(job, self._body(job))
+                try:
+                    if self.whole_body:
+                        return self._whole_body(job, row, nonce, since, alarm)
+                    return self._conclude(job, self._body(job))
+                except Exception as exc:
+                    shown = self._unveiled(job, exc)
+                    if shown is exc:
+                        raise
+                    raise shown from None
         except LeaseLost as exc:
             logger.warning("%s", exc)
             self.safe.count("leases_lost", self.task.name)
@@ -843,6 +850,17 @@ class Execution:
         """Celery is about to be told of an end; when it has been, the row says so. Returns the error, to be raised."""
         self.request.update({END: End(fence, error)}, **storable(self.task, self.request))
         return error or Ignore()
+
+    def _unveiled(self, job: ActiveJob, exc: Exception) -> Exception:
+        """What Celery is told, stores and logs of an exception: none of the values that the task keeps to itself."""
+        if isinstance(exc, Retry) and isinstance(exc.exc, Exception) and job.veil.shows(exc):
+            told: Exception = Retry(exc=failures.unveiled(exc.exc), when=exc.when, is_eager=exc.is_eager, sig=exc.sig)
+            return told
+        shown = failures.unveiled(exc)
+        end = getattr(self.request, END, None)
+        if shown is not exc and end is not None and end.error is exc:
+            self._settles(end.fence, shown)
+        return shown
 
     def _tell_unknown(self, reason: str, error: Any = None) -> None:
         self.safe.teller.unknown(self.task, self.id, self.request, reason, error)

@@ -119,6 +119,7 @@ def _made(cls: Any, name: str, task: SafeTask) -> SafeTask:
         "_set_aside": classmethod(_nothing),  # the class has set aside what is the user's; it is called for each item
         "_user_call": None,
         "_dump_pydantic_arguments": None,
+        "redact": ("calls_made",) if task._redacted() else (),
         "__header__": staticmethod(_header),
         "__doc__": f"Calls of {task.name}, one after another in one job.",
         "__module__": cls.__module__,

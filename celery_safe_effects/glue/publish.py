@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from celery import current_task, states
 from celery.result import EagerResult
+from celery.utils.saferepr import saferepr
 from celery.utils.time import maybe_make_aware
 from kombu.exceptions import ChannelError, EncodeError
 
@@ -205,6 +206,7 @@ class Publisher:
         extra = options.pop("headers", None)
         if extra:
             headers.update(extra)
+        self._veil(name, headers, body, sent_event)
         self.safe.hooks.tracing.sends(headers, current_task.request if own else None)
         options.pop("expiration", None)  # the database judges expiry; a hint has no time to live
         body = self._definite(name, headers["id"], body, self.acceptance.tenant(ours, name))
@@ -241,6 +243,17 @@ class Publisher:
                 logger.warning("job %s is accepted, but its message could not be published: %r", envelope.id, exc)
                 self.soon(envelope.id)
         return None
+
+    def _veil(self, name: str, headers: dict[str, Any], body: Any, sent_event: dict[str, Any] | None) -> None:
+        """Where a message shows its arguments to everybody (events, logs, Flower), redacted ones are not among them."""
+        task = self.app.tasks.get(name)
+        if not isinstance(task, SafeTask) or not task._redacted():
+            return
+        args, kwargs = task._shown(body[0], body[1])
+        longest = self.app.amqp.argsrepr_maxsize
+        headers["argsrepr"], headers["kwargsrepr"] = saferepr(args, longest), saferepr(kwargs, longest)
+        if sent_event:
+            sent_event |= {"args": headers["argsrepr"], "kwargs": headers["kwargsrepr"]}
 
     def _takes(self, name: str, ours: Mapping[str, Any]) -> bool:
         """Whether a message gets a row: a SafeTask's, and one with a key of a task that nobody here knows.
@@ -484,6 +497,8 @@ class Publisher:
         """
         give_up = clock() + patience
         envelope = self.definite(envelope, ours or {})
+        if not isinstance(envelope.body, Raw):
+            self._veil(envelope.task, envelope.headers, envelope.body, None)
         while True:
             try:
                 # It is in the broker already: a size limit would only lose it.

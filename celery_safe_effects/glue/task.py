@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -20,6 +20,7 @@ from .. import canonical
 from ..effects import Effect, body_effect
 from ..engine import current, failures, loop
 from ..engine.job import ActiveJob, RetryAsked, RetryOver
+from ..engine.veil import HIDDEN
 from ..errors import ConfigurationError, EffectRefused, LeaseLost, NoActiveJob, UndeclaredEffect
 from . import mapped
 from .asynchronous import apart, at_home, awaited_run, finished, follow, send
@@ -54,6 +55,7 @@ class SafeTask(Task):
             it free of side effects.
         effect_options: where ``effects`` is left out: ``effect()``'s options for the whole body, and ``lookup``.
         lease_ttl, max_attempts, max_age, max_operations, pool, tenant: per-task values; times in seconds.
+        redact: parameters whose values stand in the message alone: not in records, errors, events and logs.
     """
 
     abstract = True
@@ -67,6 +69,7 @@ class SafeTask(Task):
     max_operations: ClassVar[int | None] = None
     pool: ClassVar[str | None] = None
     tenant: ClassVar[str | None] = None
+    redact: ClassVar[Iterable[str]] = ()
 
     _is_async: ClassVar[bool] = False
     _declared: ClassVar[tuple[Effect[Any, Any], ...] | None] = None
@@ -132,6 +135,11 @@ class SafeTask(Task):
                     "effect_options describe a whole body that is one side effect; with effects= give the options to "
                     "effect() itself"
                 )
+        if isinstance(cls.redact, str) or not all(isinstance(name, str) for name in cls.redact):
+            raise bad("redact takes the names of parameters, as a list")
+        strangers = cls._redacted() - set(inspect.signature(cls.run).parameters)
+        if strangers:
+            raise bad(f"redact names no parameter: {', '.join(sorted(strangers))}")
         for option in ("lease_ttl", "max_age"):
             value = getattr(cls, option)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
@@ -148,6 +156,41 @@ class SafeTask(Task):
             owner = next(base for base in cls.__mro__ if name in vars(base))
             if owner is not SafeTask:
                 raise bad(f"its class {owner.__name__} defines {name!r}, which SafeTask provides; rename it")
+
+    @classmethod
+    def _redacted(cls) -> frozenset[str]:
+        """The parameters whose values are kept out of everything but the message."""
+        body = (cls.effect_options or {}).get("redact") or ()
+        return frozenset(cls.redact) | (frozenset((body,)) if isinstance(body, str) else frozenset(body))
+
+    def _parts(self, args: Any, kwargs: Any) -> tuple[list[tuple[bool, Any]], dict[str, tuple[bool, Any]]]:
+        """The arguments of a call, each with whether it is redacted."""
+        names = self._redacted()
+        if not names:
+            return [(False, value) for value in args or ()], {k: (False, v) for k, v in (kwargs or {}).items()}
+        parameters = inspect.signature(self.run).parameters.values()
+        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        rest = {p.kind: p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        known = {p.name for p in parameters}
+        more = rest.get(inspect.Parameter.VAR_POSITIONAL)
+        others = rest.get(inspect.Parameter.VAR_KEYWORD)
+        return (
+            [((named[i] if i < len(named) else more) in names, value) for i, value in enumerate(args or ())],
+            {k: ((k if k in known else others) in names, v) for k, v in (kwargs or {}).items()},
+        )
+
+    def _shown(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call as anybody may see them."""
+        positional, named = self._parts(args, kwargs)
+        return (
+            tuple(HIDDEN if secret else value for secret, value in positional),
+            {name: HIDDEN if secret else value for name, (secret, value) in named.items()},
+        )
+
+    def _secrets(self, args: Any, kwargs: Any) -> list[Any]:
+        """The values that nobody may see."""
+        positional, named = self._parts(args, kwargs)
+        return [value for secret, value in [*positional, *named.values()] if secret]
 
     @property
     def job(self) -> ActiveJob:
@@ -175,7 +218,8 @@ class SafeTask(Task):
         found = type(self)._body
         if found is None:
             fn = getattr(self, "_orig_run", None) or self.run
-            found = type(self)._body = body_effect(self.name, fn, self.effect_options or {})
+            options = {**(self.effect_options or {}), "redact": self._redacted()}
+            found = type(self)._body = body_effect(self.name, fn, options)
         return found
 
     def retry(
