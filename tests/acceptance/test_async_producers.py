@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -148,9 +149,17 @@ def test_an_endpoint_enqueues_with_its_transaction(
 
 
 def test_savepoints_and_rollbacks_of_an_async_session(
-    app: Celery, sql: Sql, orders: None, database_url: str, broker: Broker
+    app: Celery, sql: Sql, orders: None, database_url: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charge = app.tasks["tests.charge"]
+    deliver_now = app.safe_effects.publisher.deliver_now
+    threads: list[threading.Thread] = []
+
+    def delivered(*job_ids: str) -> int:
+        threads.append(threading.current_thread())
+        return int(deliver_now(*job_ids))
+
+    monkeypatch.setattr(app.safe_effects.publisher, "deliver_now", delivered)
 
     async def main(engine: AsyncEngine) -> set[str]:
         async with AsyncSession(engine) as session:
@@ -170,6 +179,8 @@ def test_savepoints_and_rollbacks_of_an_async_session(
     assert run(database_url, main) == jobs(sql)
     # Its message goes out after the commit, beside the loop.
     eventually(lambda: broker.depth() == 1, 10)
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize("kind", ["scoped", "connection", "psycopg", "sync session", "sync scoped"])

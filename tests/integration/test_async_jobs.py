@@ -449,6 +449,7 @@ def test_statements_do_not_block_the_loop(lab: Lab, monkeypatch: pytest.MonkeyPa
                 last = now
 
         ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0.05)
         await a()
         await self.job.acheckpoint()
         ticking.cancel()
@@ -498,8 +499,18 @@ def test_messages_of_a_coroutine_keep_their_ids_however_often_it_runs(
     # The transport in memory may not be used by several threads; who sweeps would ask it for the depth of a queue.
     monkeypatch.setattr(lab.safe.publisher, "ask", lambda queue: Depth(None))
     child = lab.task(lambda self, *args: None, effects=[])
+    send_task = lab.safe.publisher.send_task
+
+    def in_another_order(send: Any, name: str, args: Any, kwargs: Any, options: Any) -> Any:
+        """The threads that send are as fast as they happen to be."""
+        time.sleep(0.3 if args == (attempts[-1],) else 0)
+        return send_task(send, name, args, kwargs, options)
+
+    monkeypatch.setattr(lab.safe.publisher, "send_task", in_another_order)
+    attempts: list[int] = []
 
     async def body(self: Any) -> Any:
+        attempts.append(self.job.attempt + 1)
         child.delay(1)
         await asyncio.gather(child.adelay(2), child.aapply_async((3,)), lab.safe.aapply_async(child.s(4)))
         await asyncio.gather(
@@ -620,6 +631,41 @@ def test_a_soft_limit_in_an_effect_parks(lab: Lab) -> None:
     assert time.monotonic() - started < 5
     assert (lab.status(job), lab.operations(job)) == ("unknown", {"1": "unknown"})
     assert [name for name, _ in lab.calls] == ["a"]
+
+
+def test_a_soft_limit_cancels_the_calls_that_the_body_left_behind(lab: Lab) -> None:
+    a = lab.async_effect("a")
+    lab.behaviour["a"] = lambda op: asyncio.sleep(30)
+    left: list[Any] = []
+
+    async def body(self: Any) -> Any:
+        left.append(asyncio.create_task(a.step("left")()))
+        await asyncio.sleep(30)
+
+    started = time.monotonic()
+    with limit(0.5):
+        job = lab.run(lab.task(body, effects=[a]))
+    assert time.monotonic() - started < loop.GRACE
+    assert (lab.status(job), lab.operations(job)) == ("unknown", {"left": "unknown"})
+    assert "CancelledError" in lab.safe.operation(f"{job}:left").error["text"]
+
+
+def test_a_call_whose_body_has_ended_is_not_made(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its intent was on the way when the body returned."""
+    a = lab.async_effect("a")
+    left: list[Any] = []
+
+    async def body(self: Any) -> Any:
+        left.append(asyncio.create_task(a.step("left")()))
+        await asyncio.to_thread(begun.wait, 10)
+        return "done"
+
+    with slow(lab, monkeypatch, "INTENT", 0.5) as begun:
+        job = lab.run(lab.task(body, effects=[a]))
+    assert (lab.status(job), lab.row(job)["result"]) == ("succeeded", "done")
+    assert (lab.calls, lab.operations(job)) == ([], {"left": "not_happened"})
+    assert eventually(left[0].done, 5)
+    assert isinstance(left[0].exception(), NoActiveJob)
 
 
 @pytest.mark.parametrize("handled", [False, True])
