@@ -495,6 +495,9 @@ UPDATE {s}.job j"""
     + """,
            outcome_ref = coalesce(%(ref)s, j.outcome_ref), result = %(result)s::json, error = %(error)s::json,
            attempts = j.attempts - %(refund)s, waiting_for = %(waiting_for)s,
+           -- The question was answered before the run could end as unknown: its replay is no run too many.
+           max_attempts = CASE WHEN %(wish)s = 'unknown' AND {s}.leaves_to(j, %(wish)s) = 'queued'
+                               THEN greatest(j.max_attempts, j.attempts + 1) ELSE j.max_attempts END,
            settle = coalesce(%(settle)s, j.settle),
            envelope = coalesce(%(envelope)s, j.envelope), args_digest = coalesce(%(digest)s, j.args_digest),
            retries = coalesce(%(retries)s, j.retries), generation = coalesce(%(generation)s, j.generation),

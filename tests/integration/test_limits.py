@@ -498,3 +498,19 @@ def test_a_backlog_gives_way_once_and_not_without_end(store: Store, sql: Sql) ->
     ]
     assert protocol.claim(big[0]) is not None, "once"
     assert protocol.claim(small) is not None
+
+
+def test_a_question_that_is_answered_before_the_last_run_ends_leaves_a_run_for_its_replay(
+    protocol: Protocol, sql: Sql
+) -> None:
+    job = protocol.accept(limits={"max_attempts": 1})
+    claimed = protocol.claim(job)
+    assert claimed is not None
+    nonce = protocol.intent(claimed)
+    assert nonce is not None
+    protocol.outcome(claimed, nonce, "unknown")
+    protocol.outcome(claimed, nonce, "outcome_confirmed")  # late, by the call's own thread
+    left = protocol.leave(claimed, "unknown", result=None)
+    assert left is not None
+    assert left.status == "queued"
+    assert protocol.claim(job) is not None
