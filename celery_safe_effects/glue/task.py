@@ -104,7 +104,8 @@ class SafeTask(Task):
             cls.track_started = False
         if inspect.isasyncgenfunction(cls.run):
             raise ConfigurationError(f"task {cls.name!r}: its body returns one result; it must not `yield`")
-        follow(cls.request_stack)
+        if cls.request_stack is not None:  # else another thread is binding the class, and comes here with it
+            follow(cls.request_stack)
         follow(_task_stack)
         # A user's own __call__ runs inside the claimed job, whether it calls super() or not, and wherever its class
         # stands among the bases.

@@ -10,7 +10,7 @@ import celery
 import pytest
 from celery import Celery
 
-from celery_safe_effects import SafeEffects
+from celery_safe_effects import SafeEffects, SafeTask
 from celery_safe_effects.errors import ConfigurationError
 from celery_safe_effects.glue import compat, worker
 
@@ -46,6 +46,20 @@ def test_a_celery_without_it_is_refused(gone: compat.Reliance, monkeypatch: pyte
     app = Celery("no", set_as_current=False)
     with pytest.raises(SystemExit, match=gone.name):
         worker.prepare(SafeEffects(app), app, "w@host")
+
+
+def test_a_task_that_another_thread_is_binding() -> None:
+    """Celery marks a class as bound before it has given it what a bound one has."""
+    app = Celery("bound", set_as_current=False)
+    SafeEffects(app)
+
+    @app.task(base=SafeTask, shared=False, lazy=False, effects=[])
+    def task() -> None: ...
+
+    kind = type(task)
+    kind.request_stack = None
+    kind.bind(app)
+    assert kind.__bound__
 
 
 def private(tree: ast.AST) -> Iterator[tuple[str, str]]:
