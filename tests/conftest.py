@@ -21,6 +21,14 @@ pytest_plugins = [
 ]
 
 
+def pytest_configure() -> None:
+    """Django may be imported by a test, and pytest-celery looks at every object: unconfigured settings would refuse."""
+    from django.conf import settings
+
+    if not settings.configured:
+        settings.configure()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One order in every process: pytest-celery's parameters come out of sets, and xdist compares."""
     items.sort(key=lambda item: (str(item.path), item.location[1] or 0, item.name))
