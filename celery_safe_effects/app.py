@@ -27,6 +27,7 @@ from .errors import ConfigurationError, NotAllowed, NotFound, SafeEffectsError
 from .glue import gate, mapped, periodic, threads, worker
 from .glue.announce import Announcer
 from .glue.asynchronous import send
+from .glue.eager import Eager
 from .glue.many import Many
 from .glue.publish import Publisher
 from .glue.stopping import Stopping
@@ -88,6 +89,7 @@ class SafeEffects:
         self.publisher = Publisher(self)
         self.publisher.install()
         self.teller = Teller(self)
+        self.eager = Eager(self)
         self.announce = Announcer(self).announce
         self.hooks = Hooks(double_effect=self._on_double_effect)
         periodic.install(self, app)

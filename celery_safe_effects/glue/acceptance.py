@@ -404,9 +404,9 @@ class Acceptance:
             known[tenant] = None if door.admitted else self.safe.admission.refusal(candidate.params)
         return known[tenant] or StoreUnavailable("the key is being taken or released at this very moment; try again")
 
-    def holder(self, tenant: str, key: str) -> Any:
-        """Who holds an idempotency key; ``None`` if nobody does."""
-        return self.safe.store.row("HOLDERS", id=[""], tenant=[tenant], key=[key])
+    def holder(self, tenant: str, key: str | None, job_id: str = "") -> Any:
+        """Who holds an idempotency key, or an id; ``None`` if nobody does."""
+        return self.safe.store.row("HOLDERS", id=[job_id], tenant=[tenant], key=[key])
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 

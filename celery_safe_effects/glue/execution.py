@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from uuid import uuid4
@@ -308,13 +309,23 @@ class Execution:
         """A message without a row: an unmarked one is persisted and runs; a marked one never runs."""
         if self.mark is None:
             try:
-                self.safe.publisher.adopt(self._envelope(), self.owner, ours=self.task._options_of_apply())
+                envelope = self._of_apply() if self.request.is_eager else self._envelope()
+                self.safe.publisher.adopt(envelope, self.owner, ours=self.task._options_of_apply())
             except IdempotencyConflict:
                 self._stale("payload_differs")
             return True
         if self.safe.publisher.park_missing(self._insist, self._envelope(), self.mark, self.owner):
             self._tell_unknown("row_missing")
         self._stale("no_row")
+
+    def _of_apply(self) -> Envelope:
+        """The message that ``apply()`` does not send; a worker gets it if the job does not end here."""
+        outer = current.job()
+        if outer is not None:
+            self.request.parent_id = outer.id
+        app = self.task.app
+        route = app.amqp.router.route({}, self.task.name, self.args, self.kwargs, self.task)
+        return replace(self._envelope(), options=routing.kept(app, route))
 
     def _envelope(self, args: Any = None, kwargs: Any = None, **headers: Any) -> Envelope:
         request = {**vars(self.request), "task": self.task.name, "id": self.id, **headers}

@@ -14,13 +14,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
-from celery import current_task, states
-from celery.result import EagerResult
+from celery import current_task
 from celery.utils.saferepr import saferepr
 from celery.utils.time import maybe_make_aware
 from kombu.exceptions import ChannelError, EncodeError
 
-from .. import canonical
 from ..config import check_protocol
 from ..engine import current
 from ..engine.job import ActiveJob
@@ -37,13 +35,13 @@ from ..errors import (
     SchemaMismatch,
     StoreUnavailable,
 )
-from ..states import UNKNOWN_STATE, JobStatus
+from ..states import JobStatus
 from ..store.enlist import enlist
 from . import canvas, mapped, routing
-from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Candidate, Door, Run, Verdict, key_of, time_of
+from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Candidate, Door, Run, Verdict, time_of
 from .batch import Batch, Gathered, gathering, stored
 from .continuations import Continuations
-from .envelope import MARK, OPAQUE, Envelope, Mark, Raw, arguments_digest
+from .envelope import MARK, OPAQUE, Envelope, Mark, Raw
 from .results import Results, restore_header
 from .task import OURS, SafeTask
 from .wire import BATCH, Message, Wire
@@ -58,15 +56,6 @@ logger = logging.getLogger(__name__)
 KNOWN_FOR: Final = 30.0
 """Seconds for which a task name that no worker has declared is taken for a plain one."""
 
-
-EAGER_STATES: Final = {
-    "succeeded": states.SUCCESS,
-    "failed": states.FAILURE,
-    "cancelled": states.REVOKED,
-    "running": states.STARTED,
-    "unknown": UNKNOWN_STATE,
-}
-"""What a job's status is in Celery's words."""
 
 _eta: ContextVar[str | None] = ContextVar("safe_effects_eta", default=None)
 """The time of the message that is being made, which Celery must not see: on quorum queues it would send the message
@@ -545,28 +534,6 @@ class Publisher:
         )
         logger.error("job %s has a message but no row: the database is older than the broker; parked", envelope.id)
         return True
-
-    def eager_result(self, task: Any, args: Any, kwargs: Any, ours: dict[str, Any]) -> EagerResult | None:
-        """The result of the job that holds an idempotency key already, for a call that would run at once.
-
-        Raises:
-            IdempotencyConflict: the key belongs to another call.
-        """
-        key = key_of(ours.get("idempotency_key"))
-        if key is None:
-            return None
-        holder = self.acceptance.holder(self.acceptance.tenant(ours, task.name), key)
-        if holder is None:
-            return None
-        if holder.task != task.name or holder.args_digest != arguments_digest(task.name, args, kwargs):
-            raise IdempotencyConflict(
-                f"idempotency key {key!r} belongs to job {holder.id} ({holder.task}, {holder.status}) with another "
-                "task or other arguments; nothing was run",
-                job_id=holder.id,
-            )
-        row = self.safe.store.row("JOB", id=holder.id)
-        result = canonical.decode(row.result) if row is not None else None
-        return EagerResult(holder.id, result, EAGER_STATES.get(holder.status, states.PENDING), name=task.name)
 
     # -- from the row to the broker ------------------------------------------------------------------------------------
 

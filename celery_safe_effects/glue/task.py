@@ -15,6 +15,7 @@ from celery.app.task import Task as BaseTask
 from celery.exceptions import Ignore, Reject
 from celery.utils.imports import symbol_by_name
 from celery.utils.serialization import raise_with_context
+from kombu.utils.uuid import uuid
 
 from .. import canonical
 from ..effects import Effect, body_effect
@@ -333,8 +334,11 @@ class SafeTask(Task):
     def apply(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """As Celery's: runs the job here and now, with its row, its lease, its intents and its outcomes.
 
-        Also what ``apply_async`` does under ``task_always_eager``. An existing job of the same idempotency key is
-        returned and not run again.
+        Also what ``apply_async`` does under ``task_always_eager``. An existing job of the same idempotency key or id is
+        returned and not run again. In a job's body it is a step like a message that it sends.
+
+        Returns:
+            the result as the row says it; its ``get()`` raises ``TimeoutError`` where the job has not ended.
 
         Raises:
             IdempotencyConflict: the key belongs to another call.
@@ -343,19 +347,31 @@ class SafeTask(Task):
         if options.pop("transaction", None) is not None:
             raise ConfigurationError("transaction= has no meaning where a job runs at once (apply, task_always_eager)")
         ours: dict[str, Any] = {name: options.pop(name) for name in OURS if name in options}
-        if self._dump_pydantic_arguments is not None:
-            args, kwargs = self._dump_pydantic_arguments(
-                args, kwargs
-            )  # they are recorded as a message would carry them
-        found = self.safe_effects.publisher.eager_result(self, args, kwargs, ours)
+        args, kwargs = self._as_sent(args, kwargs)
+        job_id = options["task_id"] = options.get("task_id") or self._child_id() or uuid()
+        eager = self.safe_effects.eager
+        found = eager.existing(self, args, kwargs, ours, job_id)
         if found is not None:
             return found
         scope = _eager_options.set(ours)
         try:
             with apart():
-                return super().apply(args, kwargs, **options)
+                result = super().apply(args, kwargs, **options)
+        except Exception:
+            eager.settle(job_id)
+            raise
         finally:
             _eager_options.reset(scope)
+        return eager.told(result)
+
+    @staticmethod
+    def _child_id() -> str | None:
+        """The id of what the running body runs or sends next: the same each time that the body runs."""
+        job = current.job()
+        if job is None:
+            return None
+        job.pass_over()
+        return job.child_id()
 
     def _as_sent(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments as a message would carry them, which ``apply()`` does not send but records."""
@@ -420,14 +436,19 @@ class SafeTask(Task):
             raise SystemExit(f"celery-safe-effects refuses to start this worker: {exc}") from exc
         return super().start_strategy(app, consumer, **kwargs)
 
-    def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
+    def apply_async(
+        self, args: Any = None, kwargs: Any = None, task_id: str | None = None, *more: Any, **options: Any
+    ) -> Any:
         """As Celery's; returns once the job is durable.
 
         Raises:
             ConfigurationError: the app has no ``SafeEffects``, and the job would have no row.
         """
-        of(self._get_app())
-        return super().apply_async(args, kwargs, *more, **options)
+        app = self._get_app()
+        of(app)
+        if task_id is None and app.conf.task_always_eager:
+            task_id = self._child_id()
+        return super().apply_async(args, kwargs, task_id, *more, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         request = self.request

@@ -104,6 +104,8 @@ class Teller:
 
     @staticmethod
     def _event(task: Any, request: Any, kind: str, **fields: Any) -> None:
+        if getattr(request, "is_eager", False):
+            return  # Celery sends none; there need be no broker
         with task.app.events.default_dispatcher(hostname=getattr(request, "hostname", None)) as dispatcher:
             dispatcher.send(kind, **fields)
 
@@ -124,5 +126,7 @@ def _storable(task: Any, request: Any) -> Any:
 
 
 def _ignores_result(task: Any, request: Any) -> bool:
+    if getattr(request, "is_eager", False) and not task.store_eager_result:
+        return True
     value = getattr(request, "ignore_result", None)
     return bool(task.ignore_result if value is None else value)
