@@ -908,7 +908,7 @@ def test_a_worker_whose_job_was_ended_by_the_sweep_tells_celery_nothing(lab: Lab
     job = str(uuid4())
     result = task.apply((), task_id=job)
     assert (lab.status(job), lab.row(job)["reason"]) == ("failed", "max_attempts")
-    assert result.state == "IGNORED"
+    assert result.state == "FAILURE", "what the row says, to the caller of apply() too"
 
 
 def test_an_end_is_told_by_one_delivery_at_a_time(lab: Lab) -> None:
