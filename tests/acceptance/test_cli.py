@@ -659,7 +659,7 @@ def test_a_broker_that_is_down_is_a_warning_of_one_line(
     found = away("resolve", f"{job}:1", "--happened", "--ref", "pay_1", "--reason", "seen")
     assert found.code == 0
     assert "outcome_confirmed" in found.out
-    assert found.err.startswith("warning: publishing job")
+    assert found.err.startswith("warning: publishing 1 messages is put off")
     assert found.err.count("\n") == 1
 
 

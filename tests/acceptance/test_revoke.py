@@ -25,6 +25,12 @@ REVOKED = "job queued > cancelled #0 (revoked)"
 STARTED = [ACCEPTED, "job queued > leased #1", "job leased > running #1"]
 
 
+@pytest.fixture(autouse=True)
+def _told_of_revokes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers tell the provider what they hear of revokes."""
+    monkeypatch.setenv("SAFE_EFFECTS_TEST_REVOKES", "1")
+
+
 @pytest.fixture
 def broker(redis_broker: Broker) -> Broker:
     """What a worker hears is no matter of the broker's."""

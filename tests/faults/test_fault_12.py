@@ -79,7 +79,7 @@ def test_fault_12_redis_forgets_is_full_and_remembers_what_is_over(
     own_broker.command("CONFIG", "SET", "maxmemory", 1)
     late = enqueue(producer, 3)
     assert [wait_status(sql, one, "queued", timeout=0)["attempts"] for one in late] == [0, 0, 0]
-    assert caplog.text.count("is accepted, but its message could not be published") == 3
+    assert broker.depth() == 0
     own_broker.command("CONFIG", "SET", "maxmemory", 0)
     all_succeeded(sql, JOBS + 3)
 

@@ -118,6 +118,7 @@ def intent(step: str, **changes: Any) -> dict[str, Any]:
         "if_unknown": "park",
         "detached": False,
         "deadline_is_proof": False,
+        "trace": None,
         "process": "",
         **changes,
     }

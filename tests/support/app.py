@@ -14,7 +14,8 @@ from tests.support.tasks import create_app
 restore_as_told()
 app = create_app(json.loads(os.environ[CONF_VARIABLE]))
 install_deaths()
-tell_of_revokes()
+if "SAFE_EFFECTS_TEST_REVOKES" in os.environ:
+    tell_of_revokes()
 if "SAFE_EFFECTS_TEST_SPANS" in os.environ:
     from tests.support.spans import write_spans
 
