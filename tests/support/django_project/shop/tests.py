@@ -24,7 +24,7 @@ def jobs(conn: Any = connection) -> int:
 
 def elsewhere() -> int:
     """How many jobs everybody sees."""
-    with psycopg.connect(current_app._safe_effects.store.connections.conninfo) as conn:
+    with psycopg.connect(current_app._safe_effects.store.connections.opener.conninfo) as conn:
         return jobs(conn)
 
 
