@@ -241,7 +241,7 @@ def test_deliveries_that_may_not_run_are_counted_by_class(lab: Lab) -> None:
     assert "ann@example.org" not in repr(lab.safe.metrics())
     done = lab.run(lab.task(lambda self: None, effects=[], name="metrics.done"))
     lab.sql("UPDATE job SET settled_at = now(), next_publish_at = NULL WHERE id = %s", done)
-    lab.run(lab.app.tasks["metrics.done"], job=done)
+    lab.deliver(lab.app.tasks["metrics.done"], done)
     assert values(lab, "stale_deliveries_total") == {"finished": 1}
 
 
