@@ -209,6 +209,8 @@ class Publisher:
             # A retry, or a replacement: written when the body has unwound, with the end of this run.
             job.outgoing = envelope
             return None
+        if options.get("exchange") and not options.get("declare"):
+            options["declare"] = routing.leads_to(self.app, envelope.options)
         hint = Message(name, (headers, properties, body, sent_event), options)
         if batch is not None:
             if transaction is not None:
@@ -553,6 +555,10 @@ class Publisher:
                     connection.collect()  # it may be an old connection to a broker that was restarted
                     if last:
                         raise ConnectionError(str(exc)) from exc
+                except Exception:
+                    # What a transport makes of it is its own matter, and no reason to look after no queue at all.
+                    logger.warning("queue %s cannot be asked", queue, exc_info=True)
+                    return Depth(None)
         raise AssertionError("unreachable")
 
     def deliver(self, rows: list[Any]) -> int:

@@ -145,10 +145,11 @@ class Wire:
                     self._send(producer, message)
                 except ChannelError as exc:
                     queue = message.options.get("queue")
-                    if exc.reply_code != PRECONDITION_FAILED or not isinstance(queue, str):
+                    if exc.reply_code != PRECONDITION_FAILED:
                         raise
                     # It is there, made otherwise than this process would make it: send to it all the same.
-                    self._send(producer, message._replace(options=message.options | routing.as_it_is(queue)))
+                    as_it_is = routing.as_it_is(queue) if isinstance(queue, str) else {"declare": []}
+                    self._send(producer, message._replace(options=message.options | as_it_is))
         except BROKER_ERRORS:
             raise
         except Exception:

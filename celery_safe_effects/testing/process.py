@@ -21,6 +21,9 @@ _T = TypeVar("_T")
 _Process = TypeVar("_Process", bound="CeleryProcess")
 Part = Literal["child", "parent", "both"]
 
+PATIENCE_VARIABLE = "SAFE_EFFECTS_TEST_PATIENCE"
+"""Of the environment: how many times as long as usual a wait may take, for a machine that is busy."""
+
 _FAKETIME = (
     "/usr/lib/*/faketime/libfaketimeMT.so.1",
     "/usr/lib/faketime/libfaketimeMT.so.1",
@@ -46,6 +49,15 @@ def find_faketime() -> Path | None:
     return None
 
 
+def patience() -> float:
+    """How many times as long as usual the tests wait: the environment's `SAFE_EFFECTS_TEST_PATIENCE`, else 1.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    return float(os.environ.get(PATIENCE_VARIABLE) or 1)
+
+
 def eventually(
     predicate: Callable[[], _T],
     timeout: float = 10.0,
@@ -56,7 +68,7 @@ def eventually(
 
     Args:
         predicate: asked again and again; an AssertionError of it counts as "not yet".
-        timeout: seconds.
+        timeout: seconds, on a machine that has nothing else to do; `SAFE_EFFECTS_TEST_PATIENCE` multiplies it.
         interval: seconds between two questions.
         message: what is waited for.
 
@@ -66,6 +78,7 @@ def eventually(
     Raises:
         AssertionError: after the timeout, with the last value.
     """
+    timeout *= patience()
     deadline = time.monotonic() + timeout
     while True:
         last: object
@@ -218,11 +231,12 @@ class CeleryProcess:
         """Wait until the log says that the process is ready.
 
         Args:
-            timeout: seconds.
+            timeout: seconds, as in `eventually`.
 
         Raises:
             AssertionError: if it ended or did not become ready in time; the log is in the message.
         """
+        timeout *= patience()
         deadline = time.monotonic() + timeout
         while self._ready_text not in self._fresh_log():
             if not self.running:

@@ -31,7 +31,7 @@ def create(conf: dict[str, Any], sent_by: str = "producer") -> Celery:
     made.conf.task_queues = [
         Queue("h_default", Exchange("h_default"), routing_key="h_default"),
         Queue("h_routed", Exchange("h_routed"), routing_key="h_routed"),
-        Queue("h_topic_queue", TOPIC, routing_key="media.video"),
+        Queue("h_topic_queue", TOPIC, routing_key="media.#"),
         Queue("h_prio", Exchange("h_prio"), routing_key="h_prio", queue_arguments={"x-max-priority": 10}),
         Broadcast("h_all"),
     ]
@@ -132,6 +132,28 @@ def test_a_queue_that_the_sweeping_process_would_make_otherwise(
     eventually(lambda: broker.depth("h_prio") == 3, 5)
     other.safe_effects.close()
     other.close()
+
+
+def test_an_exchange_that_only_the_consumer_has(app_conf: dict[str, Any], broker: Broker, sql: Sql) -> None:
+    """Redis routes in the producer, by what the producer knows; what it knows stands in the row for who sends again."""
+    app_conf["task_send_sent_event"] = False
+    sender, other = create(app_conf), create(app_conf)
+    other.conf.task_queues = [one for one in other.conf.task_queues if one.name != "h_topic_queue"]
+    try:
+        with Connection(broker.url) as connection, connection.channel() as channel:
+            sender.amqp.queues["h_topic_queue"](channel).declare()
+        pools.reset()  # as in a process that has declared nothing yet
+        result = sender.tasks["tests.pure"].apply_async((1,), exchange="h_topic", routing_key="media.audio.loud")
+        first = taken(broker, "h_topic_queue")
+        assert sql("SELECT queue FROM job WHERE id = %s", result.id) == [{"queue": "h_topic_queue"}]
+        pools.reset()
+        assert other.safe_effects.republish(result.id) == 1
+        assert taken(broker, "h_topic_queue") == first
+    finally:
+        for one in (sender, other):
+            one.safe_effects.close()
+            one.close()
+        purge(broker, *QUEUES)
 
 
 def test_a_broker_that_lost_the_queue_too(apps: tuple[Celery, Celery], broker: Broker, sql: Sql) -> None:

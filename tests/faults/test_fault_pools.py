@@ -94,7 +94,6 @@ def test_04_a_handler_that_kills_its_worker(
 ) -> None:
     """Each run costs a worker and an attempt; somebody starts the worker again, and it comes to an end."""
     pure = {pool: app.tasks["tests.kills_itself"].apply_async(queue=pool) for pool in OTHERS}
-    effect = app.tasks["tests.kills_itself_in_effect"].apply_async(queue="gevent", countdown=0)
     for _ in range(RUNS + 1):
         alive = one_worker_each(request, workers, each())
         eventually(
@@ -104,15 +103,21 @@ def test_04_a_handler_that_kills_its_worker(
             30,
             message="every worker has died of it",
         )
-        if all(job(sql, result.id)["status"] == "failed" for result in pure.values()):
-            break
         for worker in alive.values():
             worker.kill()
+        if all(job(sql, result.id)["status"] == "failed" for result in pure.values()):
+            break
     for pool, result in pure.items():
         found = job(sql, result.id)
         assert (found["status"], found["attempts"], found["reason"]) == ("failed", RUNS, "max_attempts"), pool
     assert provider.received("entered_kills_itself") == RUNS * len(pure)
-    # Its effect happened, is found, and kills nobody again; whoever shared its process pays an attempt.
+
+    # An effect that did it happened, is found, and kills nobody again.
+    effect = app.tasks["tests.kills_itself_in_effect"].apply_async(queue="gevent")
+    kinds = {"gevent": each()["gevent"]}
+    mortal = one_worker_each(request, workers, kinds)["gevent"]
+    eventually(lambda: not mortal.running, 20, message="the worker has died of it")
+    one_worker_each(request, workers, kinds)
     wait_status(sql, effect.id, "succeeded", timeout=30)
     assert_ledger(provider, sql, effect.id)
     assert provider.received("fatal") == 1
