@@ -60,7 +60,7 @@ class SafeTask(Task):
     """
 
     abstract = True
-    Request = "celery_safe_effects.glue.request:SafeRequest"
+    Request: ClassVar[Any] = "celery_safe_effects.glue.request:SafeRequest"
     __trace__ = Traced()
     effects: ClassVar[Sequence[Effect[Any, Any]] | None] = None
     effect_options: ClassVar[Mapping[str, Any] | None] = None

@@ -162,6 +162,7 @@ def test_killed_soon_after_a_warm_stop_began(app: Celery, workers: Workers, prov
     ["redis", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)] if ROUNDS > 4 else ["redis"],
     indirect=True,
 )
+@pytest.mark.usefixtures("broker")
 def test_rolling_restarts_under_load(app: Celery, workers: Workers, provider: Provider, sql: Sql) -> None:
     """Workers come and go, warm and cold, and the load notices nothing."""
     results: list[Any] = []

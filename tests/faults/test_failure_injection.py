@@ -124,6 +124,7 @@ def test_a_worker_is_killed_and_another_takes_over(
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.usefixtures("broker")
 def test_the_lookup_is_asked_before_the_provider_accepts(
     app: Celery, pair: Callable[..., dict[str, WorkerProcess]], provider: Provider, sql: Sql, acks_late: bool
 ) -> None:
@@ -254,6 +255,7 @@ def test_the_database_is_away_for_longer_than_the_lease(
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.usefixtures("broker")
 def test_the_database_is_read_only_for_a_while(
     app: Celery, workers: Workers, tool: Provider, sql: Sql, acks_late: bool
 ) -> None:
@@ -336,6 +338,7 @@ def test_a_lookup_hangs(app: Celery, workers: Workers, beat: Beats, tool: Provid
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.usefixtures("broker")
 def test_many_lookups_hang(app: Celery, workers: Workers, provider: Provider, sql: Sql) -> None:
     """A provider whose look-ups hang delays neither another provider's look-up nor the sweep."""
     limit, slack = 4.0, 3.0
@@ -418,6 +421,7 @@ def test_a_worker_pauses_and_goes_on_after_its_lease(
     ],
     indirect=["broker"],
 )
+@pytest.mark.usefixtures("broker")
 def test_a_worker_pauses_between_effects(
     app: Celery, pair: Callable[..., dict[str, WorkerProcess]], provider: Provider, sql: Sql, acks_late: bool
 ) -> None:

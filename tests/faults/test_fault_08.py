@@ -141,6 +141,7 @@ def _absence_was_asked_late(sql: Sql, job_id: str) -> None:
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
 @pytest.mark.parametrize("acks_late", [False], ids=["early"])
+@pytest.mark.usefixtures("broker")
 def test_08c_intent_committed_for_each_kind_of_provider(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, acks_late: bool
 ) -> None:
@@ -184,6 +185,7 @@ def test_08d_accepted_by_the_provider(
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
 @pytest.mark.parametrize("acks_late", [True], ids=["late"])
+@pytest.mark.usefixtures("broker")
 def test_08d_accepted_by_each_kind_of_provider(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, acks_late: bool
 ) -> None:

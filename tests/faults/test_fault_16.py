@@ -51,6 +51,7 @@ def app_conf(app_conf: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("broker", "acks_late"), MODES, indirect=["broker"])
+@pytest.mark.usefixtures("broker")
 def test_fault_16_a_paused_worker_starts_no_further_effect(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, acks_late: bool
 ) -> None:
@@ -257,6 +258,7 @@ INSIDE = [
 
 
 @pytest.mark.parametrize(("effect", "killed", "broker", "acks_late"), INSIDE, indirect=["broker"])
+@pytest.mark.usefixtures("broker")
 def test_fault_17_a_worker_paused_inside_the_call(
     app: Celery,
     workers: Workers,
@@ -340,6 +342,7 @@ def test_fault_17_the_timer_survives_a_call_inside_the_call(outer: float, inner:
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.usefixtures("broker")
 def test_fault_17_a_double_effect_is_said_loudly(app: Celery, workers: Workers, provider: Provider, sql: Sql) -> None:
     # An operator is wrong: it is under way, and happens after the second one.
     env = {KILL_VARIABLE: "0", "SAFE_EFFECTS_TEST_DEADLINE": "1"}

@@ -41,6 +41,7 @@ def refuses(provider: Provider) -> bool:
 
 
 @pytest.mark.parametrize(("broker", "acks_late"), MODES, indirect=["broker"])
+@pytest.mark.usefixtures("broker")
 def test_fault_21_answers_that_leave_it_open(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, acks_late: bool
 ) -> None:
@@ -87,6 +88,7 @@ def killed_after_acceptance(app: Celery, workers: Workers, provider: Provider, t
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.usefixtures("broker")
 def test_fault_24_the_provider_forgets_the_key_while_lookups_are_down(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +122,7 @@ def test_fault_24_the_provider_forgets_the_key_while_lookups_are_down(
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
 @pytest.mark.parametrize("effect", ["charge", "charge_both"])
+@pytest.mark.usefixtures("broker")
 def test_fault_25_the_index_of_the_lookup_lags(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, effect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +152,7 @@ def test_fault_25_the_index_of_the_lookup_lags(
 
 
 @pytest.mark.parametrize(("broker", "acks_late"), MODES, indirect=["broker"])
+@pytest.mark.usefixtures("broker")
 def test_fault_26_enqueued_again_while_nobody_knows(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, acks_late: bool
 ) -> None:

@@ -37,6 +37,7 @@ def primary_proxy(provider_process: ProviderProcess) -> Iterator[TcpProxy]:
 
 
 @pytest.mark.parametrize(("broker", "acks_late"), MODES, indirect=["broker"])
+@pytest.mark.usefixtures("broker")
 def test_fault_34_the_primary_is_not_sent_after_the_fallback(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, primary_proxy: TcpProxy, acks_late: bool
 ) -> None:
@@ -60,6 +61,7 @@ def test_fault_34_the_primary_is_not_sent_after_the_fallback(
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.usefixtures("broker")
 def test_fault_34_an_operators_retry_replays_too(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, primary_proxy: TcpProxy
 ) -> None:
@@ -80,6 +82,7 @@ def test_fault_34_an_operators_retry_replays_too(
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.usefixtures("broker")
 def test_fault_34_a_job_that_was_sent_instead_is_a_later_step_too(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, primary_proxy: TcpProxy
 ) -> None:
@@ -101,6 +104,7 @@ def test_fault_34_a_job_that_was_sent_instead_is_a_later_step_too(
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.usefixtures("broker")
 def test_fault_34_a_fallback_in_doubt_leaves_the_primary_alone(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, primary_proxy: TcpProxy
 ) -> None:
@@ -126,6 +130,7 @@ def test_fault_34_a_fallback_in_doubt_leaves_the_primary_alone(
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.usefixtures("broker")
 def test_fault_35_a_caught_exception_takes_the_same_branch_again(
     app: Celery, workers: Workers, provider: Provider, sql: Sql
 ) -> None:

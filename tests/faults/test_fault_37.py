@@ -124,6 +124,7 @@ def test_fault_37_a_message_whose_savepoint_was_rolled_back(
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
+@pytest.mark.usefixtures("broker")
 def test_fault_37_a_message_from_the_future_of_a_restored_database(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, dsn: str
 ) -> None:
@@ -159,6 +160,7 @@ def test_fault_37_a_message_from_the_future_of_a_restored_database(
     ],
     indirect=["broker"],
 )
+@pytest.mark.usefixtures("broker")
 def test_fault_38_the_process_that_the_effect_started_goes_on(
     app: Celery,
     workers: Workers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -18,7 +18,7 @@ REDIS_VARIABLE = "SAFE_EFFECTS_TEST_REDIS_URL"
 RABBITMQ_VARIABLE = "SAFE_EFFECTS_TEST_RABBITMQ_URL"
 _QUEUES = ("celery", "safe_effects")
 
-EACH_BROKER_AND_ACKS = pytest.mark.parametrize(
+_BROKER_AND_ACKS = pytest.mark.parametrize(
     ("broker", "acks_late"),
     [
         pytest.param("redis", False, id="redis-early"),
@@ -26,7 +26,13 @@ EACH_BROKER_AND_ACKS = pytest.mark.parametrize(
     ],
     indirect=["broker"],
 )
-"""Each broker and each kind of acknowledgement once, where their combination changes nothing."""
+
+
+def EACH_BROKER_AND_ACKS(test: Callable[..., None]) -> Callable[..., None]:  # noqa: N802 - a mark
+    """Each broker and each kind of acknowledgement once, where their combination changes nothing."""
+    # Where `app_conf` is overridden, older pytests do not see that it takes a broker.
+    marked: Callable[..., None] = pytest.mark.usefixtures("broker")(_BROKER_AND_ACKS(test))
+    return marked
 
 
 @dataclass(frozen=True)
