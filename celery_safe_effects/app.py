@@ -21,6 +21,7 @@ from .engine.job import Hooks
 from .engine.lease import LeaseKeeper
 from .engine.metrics import Metric, Metrics
 from .engine.prune import Pruned, Pruner
+from .engine.rebuild import Rebuilder, Republished
 from .engine.reconcile import Reconciled, Reconciler
 from .engine.sweep import Sweeper, Swept
 from .errors import ConfigurationError, NotAllowed, NotFound, SafeEffectsError
@@ -210,6 +211,11 @@ class SafeEffects:
             settle_tries=self.SETTLE_TRIES,
             limits=self.admission.given(),
         )
+
+    @property
+    def rebuilder(self) -> Rebuilder:
+        """What brings the broker back to what the database says."""
+        return Rebuilder(self.store, declare=self.publisher.wire.declare_again, deliver=self.publisher.deliver)
 
     @property
     def reconciler(self) -> Reconciler:
@@ -596,13 +602,86 @@ class SafeEffects:
         self.publisher.deliver_now(job_id)
         return self.job(job_id)
 
-    def republish(self, *job_ids: str) -> int:
-        """Publish the stored messages of these jobs (of everything due, without arguments) now."""
+    def republish(
+        self,
+        *job_ids: str,
+        all: bool = False,  # noqa: A002 - the command's word
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Republished:
+        """Publish stored messages now: of these jobs, of everything due, or of everything.
+
+        Arguments:
+            job_ids: the jobs; without any, what is due or found to be lost.
+            all: every queued job whose message should be in the broker, since the broker may have lost them: one that
+                is there already then comes twice, which does no harm. What waits for its time, a key or a slot is
+                published when that comes.
+            progress: with ``all``: told how many of how many messages are out, from time to time.
+
+        Returns:
+            how many messages went out; its ``missed`` counts those that the broker did not take, which the sweep
+            publishes.
+
+        Raises:
+            NotAllowed: when jobs are named and ``all`` is given, too.
+        """
+        if all:
+            if job_ids:
+                raise NotAllowed("name jobs, or give all=True; nothing was published")
+            return self.rebuilder.publish(self.sweeper.publish, self.publisher.deliver_posted, progress=progress)
         if not job_ids:
             sweeper = self.sweeper
-            return sweeper.publish() + sweeper.republisher.run()
+            return Republished(sweeper.publish() + sweeper.republisher.run())
         self.publisher.soon(*job_ids)
-        return self.publisher.deliver_now(*job_ids)
+        return Republished(self.publisher.deliver_now(*job_ids))
+
+    def new_epoch(self, *, actor: str = "new_epoch") -> int:
+        """Say that the database was restored from an older state, before anything else uses it again.
+
+        Messages of jobs that the restored state does not know are parked from then on, reason ``row_missing``, however
+        late they come; without this, they are taken for stale as soon as new jobs have used up the numbers.
+
+        Arguments:
+            actor: who says so; it is recorded.
+
+        Returns:
+            the first number of the new epoch's jobs.
+        """
+        return self.rebuilder.new_epoch(f"operator:{actor}")
+
+    def park_restored(self, *, spare: Iterable[str] = (), actor: str = "park_restored") -> int:
+        """After :meth:`new_epoch`: park what was not over in the restored state and may have had effects since.
+
+        Each of them becomes ``unknown``, reason ``restored``: :meth:`retry` lets it go on, :meth:`cancel` ends it. Jobs
+        whose time has not come, and tasks whose declared effects are none or ``repeatable``, are left alone.
+
+        Arguments:
+            spare: further tasks that may go on, by name.
+            actor: who says so; it is recorded.
+
+        Returns:
+            how many were parked.
+
+        Raises:
+            NotAllowed: when no epoch was begun.
+        """
+        spared = {*self.harmless_tasks(), *spare}
+        parked = 0
+        for rows in self.rebuilder.park(sorted(spared), f"operator:{actor}"):
+            self.announce(f"operator:{actor}", *(row.id for row in rows))
+            for row in rows:
+                self._on_parked(row)
+            parked += len(rows)
+        return parked
+
+    def harmless_tasks(self) -> list[str]:
+        """The names of the app's SafeTasks that declare no effect but repeatable ones."""
+        known = {name: self.app.tasks[name]._declared for name in self.task_names()}
+        found = [
+            name
+            for name, declared in known.items()
+            if declared is not None and all(one.options.repeatable for one in declared)
+        ]
+        return found + [name + mapped.ENDING for name in found]
 
 
 __all__ = ["SafeEffects"]

@@ -12,7 +12,7 @@ import click
 from ..states import JobStatus, OperationStatus
 from ..words import count
 from . import output
-from .command import Answer, Console, command, text
+from .command import Answer, Console, command, import_modules, text
 from .looking import ENDED, waits_for
 
 if TYPE_CHECKING:
@@ -195,13 +195,45 @@ def _state(job: JobRow) -> str:
 # -- republish, sweep, reconcile -----------------------------------------------------------------------------------
 
 
-@command()
-@click.argument("job", nargs=-1, type=text)
-def republish(console: Console, safe: SafeEffects, job: tuple[str, ...]) -> Answer:
-    """Publish the stored messages of the JOBs again, or of all that are due.
+def _which(
+    job: tuple[str, ...], everything: bool, new_epoch: bool, park: bool, spare: tuple[str, ...], **_: Any
+) -> None:
+    if everything and job:
+        raise click.UsageError("name JOBs or give --all, not both")
+    if new_epoch and not everything:
+        raise click.UsageError("--new-epoch goes with --all")
+    if park and not new_epoch:
+        raise click.UsageError("--park goes with --new-epoch")
+    if spare and not park:
+        raise click.UsageError("--spare goes with --park")
 
-    A message is only a hint: one too many does no harm. With JOBs, exit status 1 when one of them was not published.
+
+@command(check=_which)
+@click.argument("job", nargs=-1, type=text)
+@click.option("--all", "everything", is_flag=True, help="Of every queued job: the broker lost its messages.")
+@click.option(
+    "--new-epoch", is_flag=True, help="First: the database was restored from an older state than the broker's."
+)
+@click.option("--park", is_flag=True, help="And park what may have had effects since that state.")
+@click.option("--spare", type=text, multiple=True, metavar="TASK", help="With --park: a task that may go on.")
+@ACTOR
+def republish(
+    console: Console,
+    safe: SafeEffects,
+    job: tuple[str, ...],
+    everything: bool,
+    new_epoch: bool,
+    park: bool,
+    spare: tuple[str, ...],
+    actor: str,
+) -> Answer:
+    """Publish the stored messages of the JOBs again, or of all that are due, or (--all) of every queued job.
+
+    A message is only a hint: one too many does no harm. With JOBs or --all, exit status 1 when one of them was not
+    published.
     """
+    if everything:
+        return _republish_all(console, safe, new_epoch, park, spare, actor)
     rows = [safe.job(job_id) for job_id in dict.fromkeys(job)]
     published = safe.republish(*(row.id for row in rows))
     lines = [f"published {count(published, 'message')}"]
@@ -209,7 +241,29 @@ def republish(console: Console, safe: SafeEffects, job: tuple[str, ...]) -> Answ
     if missed > 0:
         lines += [f"{row.id} is {_state(row)}" for row in rows]
         lines.append(f"{missed} of them had nothing to publish, or the broker did not take it")
-    return Answer({"published": published, "missed": max(0, missed)}, lines, ok=missed <= 0)
+    return Answer({"published": int(published), "missed": max(0, missed)}, lines, ok=missed <= 0)
+
+
+def _republish_all(
+    console: Console, safe: SafeEffects, new_epoch: bool, park: bool, spare: tuple[str, ...], actor: str
+) -> Answer:
+    document: dict[str, Any] = {"epoch": None, "parked": 0}
+    if park:
+        import_modules(safe.app)  # which effects a task declares
+    if new_epoch:
+        document["epoch"] = safe.new_epoch(actor=actor)
+        console.say(f"a new epoch begins at number {document['epoch']}: messages of lost jobs are parked")
+    if park:
+        document["parked"] = safe.park_restored(spare=spare, actor=actor)
+        console.say(f"parked {count(document['parked'], 'job')} that may have had effects since")
+    published = safe.republish(
+        all=True, progress=lambda done, total: console.say(f"published {done:,} of {total:,} messages")
+    )
+    document |= {"published": int(published), "missed": published.missed}
+    lines = [f"published {count(published, 'message')}"]
+    if published.missed:
+        lines.append(f"the broker did not take {published.missed:,} of them; the sweep publishes them when it is back")
+    return Answer(document, lines, ok=not published.missed)
 
 
 @command(modules=True)

@@ -521,7 +521,7 @@ class Publisher:
             whether the database may be older than the message: then it has a row now that says so, and waits.
         """
         missing = run("MISSING", id=envelope.id, seq=mark.seq)[0]
-        if missing.pruned or not missing.from_the_future:
+        if missing.pruned or not missing.lost:
             return False
         serializer = envelope.serializer or self.app.conf.task_serializer
         run(

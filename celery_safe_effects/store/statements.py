@@ -363,10 +363,45 @@ SELECT """
 
 JOB: Final = "SELECT " + JOB_FACTS + " FROM {s}.job j WHERE j.id = %(id)s"
 
-# 15: is this database older than the message?
+# 15: is this database older than the message? Or was it, when its epoch began?
 MISSING: Final = """
 SELECT EXISTS (SELECT FROM {s}.tombstone WHERE id = %(id)s) AS pruned,
-       (SELECT last_value < %(seq)s OR NOT is_called FROM {s}.job_seq_seq) AS from_the_future
+       (SELECT last_value < %(seq)s OR NOT is_called FROM {s}.job_seq_seq)
+       OR EXISTS (SELECT FROM {s}.epoch e WHERE e.first_seq > %(seq)s) AS lost
+"""
+
+# How many numbers were given to jobs, in all epochs.
+_GIVEN: Final = """
+SELECT coalesce((SELECT e.given - e.first_seq + 1 FROM {s}.epoch e ORDER BY e.first_seq DESC LIMIT 1), 0)
+       + q.last_value - (NOT q.is_called)::int FROM {s}.job_seq_seq q"""
+# 15: numbers that no lost state of this database can have given: by the clock, a million for each second.
+NEW_EPOCH: Final = (
+    """
+INSERT INTO {s}.epoch AS e (first_seq, given, actor)
+SELECT greatest(q.last_value + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint), ("""
+    + _GIVEN
+    + """), %(actor)s
+  FROM {s}.job_seq_seq q
+RETURNING e.first_seq, setval('{s}.job_seq_seq'::regclass, e.first_seq, false) AS a
+"""
+)
+EPOCH: Final = "SELECT max(e.first_seq) AS first_seq FROM {s}.epoch e"
+# 6, 15: what was not over in a restored state may have gone on after it, and nothing here tells how far. A whole body
+# that asks its one question is left to its lookup; a parked job keeps its questions, but does not go on by itself.
+PARK_RESTORED: Final = """
+WITH due AS (
+    SELECT j.id FROM {s}.job j
+     WHERE j.status IN ('queued', 'leased', 'running', 'unknown') AND NOT j.held AND j.cancel_requested_at IS NULL
+       AND j.pending_status IS NULL AND j.seq < %(epoch)s AND j.task <> ALL (%(spared)s::text[])
+       AND coalesce(j.run_after <= clock_timestamp(), true)
+       AND NOT EXISTS (SELECT FROM {s}.operation o
+                        WHERE o.job_id = j.id AND o.whole_body AND o.status IN ('intent_recorded', 'unknown'))
+     LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
+)
+UPDATE {s}.job j
+   SET status = 'unknown', held = true, reason = 'restored', waiting_for = NULL, actor = %(actor)s
+  FROM due WHERE j.id = due.id AND NOT j.held
+RETURNING j.id, j.task, j.status, j.reason, j.fence
 """
 
 # 15: the database was restored from an older state: park, since nothing tells how far the job had come.
@@ -724,6 +759,28 @@ UPDATE {s}.job j
                 + interval '1 second' * LEAST(3600, 2 ^ LEAST(j.publishes, 16) * %(republish)s::float8) END
   FROM due WHERE j.id = due.id
 RETURNING """
+    + _PUBLICATION
+)
+
+# Where messages of jobs are out, as far as the rows know, and how many.
+REPUBLISH_LANES: Final = """
+SELECT coalesce(j.queue, '') AS queue, j.priority, count(*) AS jobs, clock_timestamp() AS at
+  FROM {s}.job j WHERE j.status = 'queued' AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
+ GROUP BY 1, 2 ORDER BY 1, 2
+"""
+# All of them once more, in their order. What waits for its time, a key or a slot has no message out.
+REPUBLISH: Final = (
+    """
+WITH due AS (
+    SELECT j.id, j.published_at AS was FROM {s}.job j
+     WHERE coalesce(j.queue, '') = %(queue)s AND j.priority = %(priority)s
+       AND j.status = 'queued' AND j.next_publish_at IS NULL
+       AND j.published_at >= coalesce(%(since)s::timestamptz, '-infinity') AND j.published_at < %(at)s::timestamptz
+     ORDER BY j.published_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
+)
+UPDATE {s}.job j SET publishes = j.publishes + 1, published_at = clock_timestamp()
+  FROM due WHERE j.id = due.id AND j.status = 'queued' AND j.next_publish_at IS NULL
+RETURNING due.was, """
     + _PUBLICATION
 )
 
@@ -1328,14 +1385,18 @@ SELECT node, pid, version, pool, concurrency, connections, queues, longest_pause
        extract(epoch FROM now() - seen_at)::float8 AS silent, stopped_at IS NOT NULL AS stopped
   FROM {s}.worker ORDER BY node LIMIT %(most)s
 """
-METRICS_REST: Final = """
-SELECT (SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM {s}.job_seq_seq) AS accepted,
+METRICS_REST: Final = (
+    """
+SELECT ("""
+    + _GIVEN
+    + """) AS accepted,
        (SELECT count(*) FROM (SELECT FROM {s}.operation o WHERE o.double_at IS NOT NULL LIMIT %(most)s) d) AS doubled,
        (SELECT extract(epoch FROM now() - o.next_reconcile_at)::float8 FROM {s}.operation o
          WHERE o.status = 'unknown' ORDER BY o.next_reconcile_at LIMIT 1) AS reconcile_lag,
        (SELECT extract(epoch FROM now() - j.next_publish_at)::float8 FROM {s}.job j
          WHERE j.next_publish_at IS NOT NULL ORDER BY j.next_publish_at LIMIT 1) AS publish_lag
 """
+)
 
 # -- the doctor's questions -----------------------------------------------------------------------------------------
 

@@ -224,6 +224,47 @@ class EmbeddedPostgres(LocalServer):
         with self.connect() as connection:
             connection.execute(statement)
 
+    def dump(self, database: str, path: str | os.PathLike[str]) -> None:
+        """Dump a database with the server's own pg_dump, as it is at this moment.
+
+        Args:
+            database: its name.
+            path: the file, in pg_restore's custom format.
+
+        Raises:
+            ServerFailed: if it cannot be dumped.
+        """
+        self._tool("pg_dump", "--format=custom", f"--file={os.fspath(path)}", f"--dbname={self.dsn(database)}")
+
+    def restore(self, path: str | os.PathLike[str], name: str) -> str:
+        """Restore a dump into a new database.
+
+        Args:
+            path: what `dump` wrote.
+            name: the new database's name.
+
+        Returns:
+            The new database's `url`.
+
+        Raises:
+            ServerFailed: if it cannot be restored.
+        """
+        url = self.create_database(name)
+        self._tool("pg_restore", "--exit-on-error", "--no-owner", f"--dbname={self.dsn(name)}", os.fspath(path))
+        return url
+
+    def _tool(self, name: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [str(_binaries() / name), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            env=self._environment(),
+        )
+        if done.returncode != 0:
+            raise ServerFailed(f"{name} failed:\n{done.stdout}{done.stderr}")
+
     def configure(self, **settings: str | int | bool) -> None:
         """Change server settings; those that need a restart take effect at the next one.
 

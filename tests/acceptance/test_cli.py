@@ -508,6 +508,28 @@ def test_republish_what_is_due(cli: Shop, sql: Sql) -> None:
     assert status(cli, other) == "queued"
 
 
+def test_republish_everything_after_a_restore(cli: Shop, sql: Sql) -> None:
+    thinking, buying, done = cli.queued("shop.think", "a"), cli.queued("shop.buy", "b"), cli.ran("shop.think", "c")
+    found = cli("republish", "--all")
+    assert (found.code, found.out) == (0, "published 2 of 2 messages\npublished 2 messages\n")
+    assert cli("republish", "--all", "--json").json == {"published": 2, "missed": 0, "epoch": None, "parked": 0}
+    sql("UPDATE job SET settled_at = clock_timestamp(), next_publish_at = NULL WHERE id = %s", done)
+    found = cli("republish", "--all", "--new-epoch", "--park", "--actor", "ops", "--json")
+    (epoch,) = sql("SELECT first_seq, actor FROM epoch")
+    assert found.json == {"published": 1, "missed": 0, "epoch": epoch["first_seq"], "parked": 1}
+    assert epoch["actor"] == "operator:ops"
+    assert (status(cli, thinking), status(cli, buying), status(cli, done)) == ("queued", "unknown", "succeeded")
+    assert "parked 0 jobs" in cli("republish", "--all", "--new-epoch", "--park", "--spare", "shop.buy").out
+
+
+@pytest.mark.parametrize(
+    "args", [("--all", "job"), ("--new-epoch",), ("--all", "--park"), ("--all", "--new-epoch", "--spare", "t")]
+)
+def test_what_republish_cannot_mean(cli: Shop, sql: Sql, args: tuple[str, ...]) -> None:
+    assert cli("republish", *args).code == 2
+    assert sql("SELECT * FROM epoch") == []
+
+
 def test_reconcile_asks_the_provider(cli: Shop, sql: Sql) -> None:
     found_job, closed = cli.ran("shop.buy", "lost"), cli.ran("shop.buy", "lost-closed")
     found = cli("reconcile", f"{found_job}:1", "--json")

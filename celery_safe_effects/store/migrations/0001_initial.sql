@@ -175,6 +175,16 @@ CREATE TABLE {schema}.tombstone (
 CREATE UNIQUE INDEX tombstone_key ON {schema}.tombstone (tenant, idempotency_key) WHERE idempotency_key IS NOT NULL;
 CREATE INDEX tombstone_age ON {schema}.tombstone (pruned_at);
 
+-- A database that was restored from an older state begins a new epoch: its jobs' numbers go on from first_seq, which no
+-- earlier state of it can have reached. So a message with a lower number and without a row belongs to a job that the
+-- restore has lost, however late it comes. `given`: how many numbers were given before.
+CREATE TABLE {schema}.epoch (
+    first_seq bigint PRIMARY KEY,
+    given     bigint NOT NULL,
+    at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    actor     text NOT NULL
+);
+
 CREATE TABLE {schema}.maintenance (
     name             text PRIMARY KEY,
     last_started_at  timestamptz,
@@ -494,7 +504,8 @@ CREATE FUNCTION {schema}.reason_class(reason text, who text) RETURNS text LANGUA
         WHEN split_part(reason, ':', 1) IN (
             'lease_expired', 'worker_lost', 'time_limit', 'worker_cancelled', 'terminated', 'stopped', 'retry',
             'not_happened', 'replaced', 'resend', 'policy', 'resolved', 'waiting_for', 'tenant_running_limit',
-            'pool_running_limit', 'outcome_unknown', 'replay_mismatch', 'row_missing', 'expired', 'max_age')
+            'pool_running_limit', 'outcome_unknown', 'replay_mismatch', 'row_missing', 'restored', 'expired',
+            'max_age')
         THEN split_part(reason, ':', 1)
         WHEN who LIKE 'operator:%' THEN 'operator'
         ELSE 'other' END
