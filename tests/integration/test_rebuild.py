@@ -78,7 +78,7 @@ def test_what_is_held_waits_for_its_own_time_and_what_runs_is_left_alone(shop: S
     shop.safe.set_limits(Limits(tenant_running=1), tenant="acme")
     later = shop.bill.apply_async((1,), countdown=3600).id
     running, slotless = (shop.bill.apply_async((n,), tenant="acme").id for n in (2, 3))
-    keyed, finished = shop.bill.delay(4).id, shop.bill.delay(5).id
+    keyed, finished, plain = (shop.bill.delay(n).id for n in (4, 5, 6))
     claim(shop, running)
     token = uuid4()
     mark = dict.fromkeys(("digest", "task", "seq", "tenant"))
@@ -95,11 +95,11 @@ def test_what_is_held_waits_for_its_own_time_and_what_runs_is_left_alone(shop: S
     waiting = shop.published()
     shop.safe.cancel(finished, "not needed")  # an end that Celery was not told: due, and told again
     shop.published()
-    assert sorted(waiting) == sorted([running, slotless, keyed, finished])
+    assert sorted(waiting) == sorted([running, slotless, keyed, finished, plain])
     before = sql("SELECT * FROM job WHERE id = ANY (%s) ORDER BY id", [later, running, slotless, keyed])
     sql("UPDATE job SET next_publish_at = clock_timestamp() WHERE id = %s", finished)
-    assert shop.safe.republish(all=True) == 1
-    assert shop.published() == [finished]
+    assert shop.safe.republish(all=True) == 2
+    assert shop.published() == [plain, finished]
     assert sql("SELECT * FROM job WHERE id = ANY (%s) ORDER BY id", [later, running, slotless, keyed]) == before
 
 
