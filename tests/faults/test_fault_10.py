@@ -73,9 +73,12 @@ def test_fault_10_the_broker_is_down_for_twenty_enqueues(
         found = producer.tasks["tests.charge"].delay("cus_1", number).id
         return found, time.monotonic() - before
 
+    # Celery's own policy for publishing tries four times within 0.6 s.
+    answers = [enqueue(number) for number in range(5)]
+    assert max(took for _, took in answers) < 1, answers
     with ThreadPoolExecutor(10) as pool:
-        answers = list(pool.map(enqueue, range(20)))
-    # Celery's own policy for publishing tries four times within 0.6 s; ten callers share two connections here.
+        answers += pool.map(enqueue, range(5, 20))
+    # Ten callers share two connections here.
     assert median(took for _, took in answers) < 1
     assert max(took for _, took in answers) < 4
     jobs = [job_id for job_id, _ in answers]

@@ -20,6 +20,8 @@ from tests.support.tasks import create_app
 pytestmark = pytest.mark.faults
 
 JOBS = 100
+BUSY = 8
+ALL = JOBS + 2 * BUSY
 
 
 @pytest.fixture
@@ -74,6 +76,15 @@ def test_fault_12_redis_forgets_is_full_and_remembers_what_is_over(
     all_succeeded(sql, JOBS)
     assert sorted(row["key"] for row in provider.ledger()) == sorted(f"{job_id}:1" for job_id in jobs)
 
+    # And under the feet of a worker that is busy, and of a producer.
+    provider.control(kind="charge", delay_before=0.2)
+    jobs += enqueue(producer, BUSY)
+    eventually(lambda: len(provider.ledger()) > JOBS, 20, message="the worker is busy with them")
+    own_broker.command("FLUSHALL")
+    jobs += enqueue(producer, BUSY)
+    all_succeeded(sql, ALL)
+    provider.control(kind="charge", delay_before=None)
+
     # Full: what is accepted is accepted, and comes out when there is room.
     own_broker.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
     own_broker.command("CONFIG", "SET", "maxmemory", 1)
@@ -81,7 +92,7 @@ def test_fault_12_redis_forgets_is_full_and_remembers_what_is_over(
     assert [wait_status(sql, one, "queued", timeout=0)["attempts"] for one in late] == [0, 0, 0]
     assert broker.depth() == 0
     own_broker.command("CONFIG", "SET", "maxmemory", 0)
-    all_succeeded(sql, JOBS + 3)
+    all_succeeded(sql, ALL + 3)
 
     # An old snapshot holds a hundred messages of jobs that are over.
     before = [sql("SELECT * FROM jobs ORDER BY id"), sql("SELECT * FROM transitions ORDER BY id")]
@@ -91,7 +102,7 @@ def test_fault_12_redis_forgets_is_full_and_remembers_what_is_over(
     eventually(lambda: counted(sql, "stale_deliveries", "finished") >= JOBS, 40, message="all of them were looked at")
     assert eventually(lambda: broker.depth() == 0, 10)
     assert [sql("SELECT * FROM jobs ORDER BY id"), sql("SELECT * FROM transitions ORDER BY id")] == before
-    assert len(provider.ledger()) == provider.received("charge") == JOBS + 3
+    assert len(provider.ledger()) == provider.received("charge") == ALL + 3
     assert worker.running
     assert_invariants(sql, provider)
 
@@ -109,7 +120,7 @@ def test_fault_12_the_vhost_is_deleted_and_made_anew(
     sql: Sql,
     acks_late: bool,
 ) -> None:
-    """Once with nobody connected, and once under a worker's feet."""
+    """With nobody connected, and under the feet of a worker and a producer, idle and busy."""
     assert isinstance(own_broker, RabbitMQServer)
     vhost = broker.url.rpartition("/")[2]
 
@@ -126,7 +137,14 @@ def test_fault_12_the_vhost_is_deleted_and_made_anew(
     anew()
     jobs += enqueue(producer, 3)
     all_succeeded(sql, 13)
+    # While it is busy, and some wait in the queue and in the worker.
+    provider.control(kind="charge", delay_before=0.3)
+    jobs += enqueue(producer, BUSY)
+    eventually(lambda: len(provider.ledger()) > 13, 20, message="the worker is busy with them")
+    anew()
+    jobs += enqueue(producer, BUSY)
+    all_succeeded(sql, 13 + 2 * BUSY)
     assert worker.running
     assert sorted(row["key"] for row in provider.ledger()) == sorted(f"{job_id}:1" for job_id in jobs)
-    assert provider.received("charge") == 13
+    assert provider.received("charge") == 13 + 2 * BUSY
     assert_invariants(sql, provider)
