@@ -203,6 +203,7 @@ class SafeEffects:
             self.config,
             deliver=self.publisher.deliver,
             deliver_posted=self.publisher.deliver_posted,
+            finish_chords=self.publisher.chords.finish,
             ask=self.publisher.ask,
             declare=self.publisher.wire.declare_again,
             count=self.count,

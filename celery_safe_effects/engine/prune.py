@@ -40,5 +40,6 @@ class Pruner:
         retention = self.store.config.tombstone_retention
         while rows := self.store.rows("PRUNE_TOMBSTONES", retention=retention, limit=self.BATCH):
             pruned.tombstones += len(rows)
+        self.store.rows("PRUNE_CHORDS", retention=retention)
         self.store.row("MAINTENANCE_END", name="prune")
         return pruned

@@ -36,6 +36,7 @@ class Swept:
     republished: int = 0
     gone: int = 0
     woken: int = 0
+    chords: int = 0
     jobs: list[str] = field(default_factory=list)
 
 
@@ -46,6 +47,7 @@ class Sweeper:
         store, config: the database and the settings.
         deliver: publishes rows and returns how many went out.
         deliver_posted: publishes what is kept for plain tasks, and returns how much went out.
+        finish_chords: sends the bodies of chords that Celery did not send, and returns how many.
         ask, declare, count: for the :class:`~celery_safe_effects.engine.republish.Republisher`.
         on_parked: told of each job that the sweep parked.
         on_moved: told of who moved which jobs.
@@ -62,6 +64,7 @@ class Sweeper:
         *,
         deliver: Callable[[list[Row]], int],
         deliver_posted: Callable[[], int],
+        finish_chords: Callable[[], int],
         ask: Ask,
         declare: Callable[[str], None],
         count: Callable[[str, str, int], None],
@@ -74,6 +77,7 @@ class Sweeper:
         self.config = config
         self.deliver = deliver
         self.deliver_posted = deliver_posted
+        self.finish_chords = finish_chords
         self.republisher = Republisher(store, config, ask=ask, declare=declare, deliver=deliver, count=count)
         self.on_parked = on_parked
         self.on_moved = on_moved
@@ -115,6 +119,7 @@ class Sweeper:
         self.store.rows("REAP_RESERVATIONS", limit=self.BATCH)
         swept.woken = sum(row.woken for row in self.store.rows("WAKE_FREE", limits=self.limits))
         self.store.rows("PROMOTE", limit=self.BATCH)
+        swept.chords = self.finish_chords()
         swept.published = self.publish() + self.deliver_posted()
         swept.republished = self.republisher.run()
         self.fold_counters()

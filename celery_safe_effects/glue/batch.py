@@ -22,6 +22,21 @@ class Gathered(NamedTuple):
     candidate: Candidate
 
 
+class Chord:
+    """A chord while its messages are made.
+
+    Attributes:
+        id: Celery's group id.
+        body: the signature of its body, as the members' messages carry it.
+        header: the results that it waits for.
+    """
+
+    def __init__(self, chord_id: str) -> None:
+        self.id = chord_id
+        self.body: Any = None
+        self.header: Any = None
+
+
 class Batch:
     """What is sent in one context goes here, instead of into the database and to the broker.
 
@@ -46,6 +61,7 @@ class Batch:
         self.name = name
         self.gathered: list[Gathered] = []
         self.plain: list[Message] = []
+        self.chords: dict[str, Chord] = {}
         self._ids = 0
 
     @contextlib.contextmanager

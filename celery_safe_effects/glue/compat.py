@@ -41,6 +41,8 @@ RELIED_UPON: Final = (
     Reliance("celery.canvas", "uuid", "canvas: ids that follow from the job or the canvas's name"),
     Reliance("celery.canvas", "_chain", "canvas: accepted whole"),
     Reliance("celery.canvas", "_chord", "canvas: accepted whole"),
+    Reliance("celery.canvas:_chord", "run", "chords: written down with their members"),
+    Reliance("celery.backends.base:Backend", "chord_error_from_stack", "chords: what Celery tells a body's errbacks"),
     Reliance("kombu.connection:Connection", "_reraise_as_library_errors", "wire: what a lost broker raises"),
     Reliance("celery.local:Proxy", "_get_current_object", "publish: the task behind current_task"),
     Reliance("celery.app.task:Task", "_get_app", "task: the app's SafeEffects"),

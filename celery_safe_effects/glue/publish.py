@@ -37,10 +37,10 @@ from ..errors import (
 )
 from ..states import JobStatus
 from ..store.enlist import enlist
-from . import canvas, mapped, routing
+from . import canvas, chords, mapped, routing
 from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Candidate, Door, Run, Verdict, time_of
 from .batch import Batch, Gathered, gathering, stored
-from .continuations import Continuations
+from .continuations import UNLOCK, Continuations
 from .envelope import MARK, OPAQUE, Envelope, Mark, Raw
 from .results import Results, restore_header
 from .task import OURS, SafeTask
@@ -78,6 +78,7 @@ class Publisher:
         self.app: Celery = safe.app
         self.acceptance = Acceptance(safe)
         self.wire = Wire(safe.app)
+        self.chords = chords.Chords(self)
         self.results = Results(self.app)
         self._known: dict[str, tuple[bool, float]] = {}
 
@@ -86,6 +87,7 @@ class Publisher:
     def install(self) -> None:
         """Wrap ``app.send_task`` and ``app.amqp.send_task_message``, whichever of them exist already."""
         canvas.install()
+        chords.install()
         app = self.app
         send_task = app.send_task
 
@@ -184,7 +186,7 @@ class Publisher:
             ours.setdefault("tenant", batch.tenant)
         own = job is not None and job.id == headers["id"]
         if not own and not self._takes(name, ours):
-            body = self._definite(name, headers["id"], body, self.acceptance.inherited(ours))
+            body = self._definite(name, headers, body, self.acceptance.inherited(ours))
             hint = Message(name, (headers, properties, body, sent_event), options)
             return self._plain(send, producer, hint, transaction)
         eta = _eta.get()
@@ -198,7 +200,7 @@ class Publisher:
         self._veil(name, headers, body, sent_event)
         self.safe.hooks.tracing.sends(headers, current_task.request if own else None)
         options.pop("expiration", None)  # the database judges expiry; a hint has no time to live
-        body = self._definite(name, headers["id"], body, self.acceptance.tenant(ours, name))
+        body = self._definite(name, headers, body, self.acceptance.tenant(ours, name))
         envelope = Envelope(
             {key: value for key, value in headers.items() if key != MARK},
             properties,
@@ -219,7 +221,13 @@ class Publisher:
             return None
         enlisted = enlist(transaction) if transaction is not None else None
         candidate = self.acceptance.candidate(envelope, ours, parent=job)
-        verdict = self.accept(candidate, Door(enlisted=enlisted, admitted=continues(job)))
+        of_a_chord = chords.sent_with([hint])
+        try:
+            verdict = self.accept(candidate, Door(enlisted=enlisted, admitted=continues(job) or bool(of_a_chord)))
+        except AlreadyAccepted:
+            self.chords.done(of_a_chord)
+            raise
+        self.chords.done(of_a_chord)
         if enlisted is not None:
             # The row says who is due; rolled back, with a savepoint or as a whole, it says nothing.
             enlisted.after_commit(functools.partial(self.deliver_now, envelope.id))
@@ -276,19 +284,30 @@ class Publisher:
             with self.whole(transaction=transaction) as batch:
                 batch.plain.append(hint)
             return None
-        if canvas.hand_on(self.app, hint):
+        if canvas.hand_on(self.app, hint) or self._waits_in_vain(hint):
             return None
-        return send(producer, hint.name, hint.parts, **hint.options)
+        sent = send(producer, hint.name, hint.parts, **hint.options)
+        self.chords.done(chords.sent_with([hint]))
+        return sent
 
-    def _definite(self, name: str, message_id: str, body: Any, tenant: str | None) -> Any:
-        return Continuations(message_id, tenant, self.is_safe).of(name, body)
+    def _waits_in_vain(self, hint: Message) -> bool:
+        """Whether Celery is about to look once more at a chord whose body is out: its members' results may be gone."""
+        headers, _, (args, *_), _ = hint.parts
+        if hint.name != UNLOCK or not headers.get("retries") or len(args) < 2 or not isinstance(args[1], dict):
+            return False
+        return chords.body_of(args[1].get("options") or {}) == args[0] and self.chords.is_over(args[0])
+
+    def _definite(self, name: str, headers: Mapping[str, Any], body: Any, tenant: str | None) -> Any:
+        batch = gathering()
+        made = Continuations(headers["id"], tenant, self.is_safe, batch.chords if batch is not None else None)
+        return made.of(name, body, headers.get("group"))
 
     def definite(self, envelope: Envelope, ours: Mapping[str, Any]) -> Envelope:
         """A message of a producer without the library, its continuations as they would have been with it."""
         if isinstance(envelope.body, Raw):
             return envelope
         tenant = self.acceptance.tenant(ours, envelope.task)
-        return replace(envelope, body=self._definite(envelope.task, envelope.id, envelope.body, tenant))
+        return replace(envelope, body=self._definite(envelope.task, envelope.headers, envelope.body, tenant))
 
     # -- all or nothing ------------------------------------------------------------------------------------------------
 
@@ -310,12 +329,18 @@ class Publisher:
         self._accept_whole(batch)
 
     def _accept_whole(self, batch: Batch) -> None:
-        if not batch.gathered and batch.enlisted is None:
+        if not batch.gathered and batch.enlisted is None and not batch.chords:
             for message in batch.plain:
                 if not canvas.hand_on(self.app, message):
                     self.wire.send_one(message)
+            self.chords.done(chords.sent_with(batch.plain))
             return
-        self._together(batch, Door(enlisted=batch.enlisted, admitted=continues(current.job())))
+        self._together(batch, self._door(batch))
+
+    @staticmethod
+    def _door(batch: Batch) -> Door:
+        body = chords.sent_with([one.hint for one in batch.gathered])
+        return Door(enlisted=batch.enlisted, admitted=continues(current.job()) or bool(body))
 
     def hand_over(self, batch: Batch, write: Callable[[Run], list[Any]]) -> bool:
         """Accept what goes on in a job's place in the transaction in which the job ends, and publish it after that.
@@ -350,8 +375,11 @@ class Publisher:
             if end is not None:
                 end(run)
             # Where all of it stands already, the plain ones were kept with it, and are out.
-            if batch.plain and (not verdicts or any(verdict.status == "accepted" for verdict in verdicts)):
+            if verdicts and not any(verdict.status == "accepted" for verdict in verdicts):
+                return
+            if batch.plain:
                 posted[:] = self._post(run, batch.plain, door)
+            self.chords.record(run, list(batch.chords.values()))
 
         try:
             verdicts = self.acceptance.accept_whole([one.candidate for one in batch.gathered], door, also=also)
@@ -359,6 +387,7 @@ class Publisher:
             sent_as = exc.job_id if any(exc.job_id == one.candidate.id for one in batch.gathered) else None
             raise in_a_body(exc, sent_as) from exc
         self.publish_accepted(batch.gathered, verdicts, door)
+        self.chords.done(chords.sent_with([*(one.hint for one in batch.gathered), *batch.plain]))
         if not posted:
             return
         if door.enlisted is not None:

@@ -1117,8 +1117,80 @@ UPDATE {s}.outbox o
 RETURNING o.id, o.task, o.envelope, {async} AS a
 """
 
-# Finished jobs past their retention, never one whose operation's key a provider still retains. What remains is a
-# tombstone, so that neither its id nor its key begins anew. The log may go once its job is gone: one transaction.
+# 8: chords, written with their first members. A named canvas that is there already is not written again.
+CHORD: Final = """
+WITH c AS (
+    INSERT INTO {s}.chord (id, envelope, next_check_at)
+    VALUES (%(id)s, %(envelope)s, clock_timestamp() + %(grace)s::float8 * interval '1 second')
+    ON CONFLICT DO NOTHING RETURNING id
+)
+INSERT INTO {s}.chord_member (chord_id, id, before)
+SELECT c.id, m.id, ARRAY(SELECT json_array_elements_text(m.before::json))
+  FROM c, unnest(%(members)s::text[], %(before)s::text[]) WITH ORDINALITY AS m (id, before, n) ORDER BY m.n
+ON CONFLICT DO NOTHING RETURNING id
+"""
+# A member that a body adds, before Celery counts it and before it is sent: once, however often the body runs.
+CHORD_ADD: Final = """
+INSERT INTO {s}.chord_member AS m (chord_id, id, before, counted)
+SELECT c.id, %(member)s, '{}', false FROM {s}.chord c WHERE c.id = %(id)s
+ON CONFLICT (chord_id, id) DO UPDATE SET counted = m.counted RETURNING m.counted
+"""
+CHORD_COUNTED: Final = """
+UPDATE {s}.chord_member m SET counted = true WHERE m.chord_id = %(id)s AND m.id = %(member)s
+RETURNING m.id, {async} AS a
+"""
+# The result of a member that its own row does not tell.
+CHORD_OUTCOME: Final = """
+UPDATE {s}.chord_member m SET outcome = %(outcome)s::json WHERE m.id = %(member)s RETURNING m.id
+"""
+# The body is out, or its errbacks are: nobody needs to look after the chord any more.
+CHORD_DONE: Final = "DELETE FROM {s}.chord c WHERE c.id = ANY (%(ids)s) RETURNING c.id"
+CHORD_OPEN: Final = "SELECT EXISTS (SELECT FROM {s}.chord c WHERE c.id = %(id)s)"
+# Whose turn it is to be looked at; ready where all members have ended, and Celery has been told of it for a while.
+# Members that have no row yet, or never will, are asked for elsewhere.
+CHORDS_DUE: Final = """
+WITH due AS (
+    SELECT c.id FROM {s}.chord c WHERE c.next_check_at <= {now}
+     ORDER BY c.next_check_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
+), looked AS (
+    UPDATE {s}.chord c
+       SET checks = c.checks + 1, next_check_at = clock_timestamp() + interval '1 second'
+               * %(grace)s::float8 * LEAST(%(slowest)s::float8, 2 ^ LEAST(c.checks / 4, 16))
+      FROM due WHERE c.id = due.id RETURNING c.id, c.envelope, c.created_at
+), told AS (
+    SELECT l.id, count(j.id) FILTER (WHERE j.finished_at IS NULL) = 0 AS ended,
+           count(j.id) FILTER (WHERE j.settled_at IS NULL AND j.next_publish_at IS NOT NULL) = 0 AS told,
+           coalesce(max(coalesce(j.settled_at, j.finished_at)), min(l.created_at)) AS at
+      FROM looked l
+      LEFT JOIN {s}.chord_member m ON m.chord_id = l.id
+      LEFT JOIN {s}.job j ON j.id = ANY (m.before || m.id)
+     GROUP BY l.id
+)
+SELECT l.id, CASE WHEN r.ready THEN l.envelope END AS envelope, r.ready,
+       extract(epoch FROM clock_timestamp() - t.at)::float8 AS ended_for, {async} AS a
+  FROM looked l JOIN told t ON t.id = l.id
+ CROSS JOIN LATERAL (SELECT t.ended AND t.told
+       AND t.at < clock_timestamp() - %(grace)s::float8 * interval '1 second' AS ready) r
+"""
+CHORD_MEMBERS: Final = """
+SELECT m.id, m.outcome::text AS outcome, m.counted IS NOT NULL AS added, j.status, j.reason, j.outcome_ref,
+       j.result::text AS result, j.error::text AS error, b.id AS failed_before, b.error AS error_before
+  FROM {s}.chord_member m
+  LEFT JOIN {s}.job j ON j.id = m.id
+  LEFT JOIN LATERAL (
+      SELECT f.id, f.error::text AS error FROM {s}.job f
+       WHERE f.id = ANY (m.before) AND f.status IN ('failed', 'cancelled') ORDER BY f.seq LIMIT 1) b ON true
+ WHERE m.chord_id = %(id)s ORDER BY m.seq
+"""
+# Nobody can tell any more: its members' rows need not wait for it.
+CHORD_GIVEN_UP: Final = """
+WITH m AS (DELETE FROM {s}.chord_member m WHERE m.chord_id = %(id)s)
+UPDATE {s}.chord c SET next_check_at = NULL WHERE c.id = %(id)s RETURNING c.id
+"""
+
+# Finished jobs past their retention, never one whose operation's key a provider still retains, or whose result the
+# body of a chord waits for. What remains is a tombstone, so that neither its id nor its key begins anew. The log may go
+# once its job is gone: one transaction.
 PRUNE: Final = """
 WITH due AS (
     SELECT f.id FROM (VALUES ('succeeded', %(succeeded)s::float8), ('failed', %(failed)s), ('cancelled', %(cancelled)s))
@@ -1128,6 +1200,7 @@ WITH due AS (
          WHERE j.status = r.status AND j.finished_at < {now} - interval '1 second' * r.kept
            AND NOT EXISTS (SELECT FROM {s}.operation o WHERE o.job_id = j.id
                               AND o.first_intent_at + o.idempotent_for > clock_timestamp())
+           AND NOT EXISTS (SELECT FROM {s}.chord_member m WHERE m.id = j.id)
          ORDER BY j.finished_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED) f
      LIMIT %(limit)s
 ), operations AS (
@@ -1145,6 +1218,12 @@ DELETE FROM {s}.tombstone t USING (
     SELECT id FROM {s}.tombstone WHERE pruned_at < {now} - interval '1 second' * %(retention)s::float8
      ORDER BY pruned_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED) due
  WHERE t.id = due.id RETURNING t.id, {async} AS a
+"""
+
+PRUNE_CHORDS: Final = """
+DELETE FROM {s}.chord c
+ WHERE c.next_check_at IS NULL AND c.created_at < {now} - interval '1 second' * %(retention)s::float8
+RETURNING c.id, {async} AS a
 """
 
 MAINTENANCE_BEGIN: Final = """

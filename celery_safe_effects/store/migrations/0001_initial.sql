@@ -287,6 +287,27 @@ CREATE TABLE {schema}.outbox (
 );
 CREATE INDEX outbox_due ON {schema}.outbox (next_publish_at);
 
+-- Chords whose body is not out: the body, the header's shape, and whose results it waits for. Celery counts those in its
+-- result backend; where that forgets, the jobs' rows still tell.
+CREATE TABLE {schema}.chord (
+    id            text PRIMARY KEY,
+    envelope      bytea NOT NULL,
+    next_check_at timestamptz,
+    checks        integer NOT NULL DEFAULT 0,
+    created_at    timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX chord_due ON {schema}.chord (next_check_at);
+CREATE TABLE {schema}.chord_member (
+    seq      bigint GENERATED ALWAYS AS IDENTITY,
+    chord_id text NOT NULL REFERENCES {schema}.chord ON DELETE CASCADE,
+    id       text NOT NULL,
+    before   text[] NOT NULL,  -- the steps that lead to it
+    counted  boolean,          -- of a member that was added later: whether Celery counts it, too
+    outcome  json,             -- of a member whose own row does not say it
+    PRIMARY KEY (chord_id, id)
+);
+CREATE INDEX chord_member_id ON {schema}.chord_member (id);
+
 CREATE TABLE {schema}.known_task (
     name       text PRIMARY KEY,
     updated_at timestamptz NOT NULL DEFAULT clock_timestamp()

@@ -1,0 +1,197 @@
+"""Chords on a real worker: the body runs once, also where the result backend has forgotten all about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import chain, chord, group
+from celery.result import AsyncResult
+
+from celery_safe_effects import Happened
+from celery_safe_effects.testing import eventually
+from tests.support.brokers import Broker, module_rabbitmq, module_redis
+from tests.support.services import PostgresServer, fresh_database, queries
+from tests.support.site import Site
+
+
+@pytest.fixture(scope="module", params=["redis", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
+def module_broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
+    """Redis as broker and backend; RabbitMQ with the results in a database."""
+    with {"redis": module_redis, "rabbitmq": module_rabbitmq}[request.param](request) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest,
+    module_broker: Broker,
+    postgres_server: PostgresServer,
+    _templates: dict[int, tuple[PostgresServer, str]],
+) -> Iterator[str]:
+    """A result backend of its own, which may be emptied."""
+    if module_broker.kind == "redis":
+        with module_redis(request) as backend:
+            yield backend.url
+    else:
+        with fresh_database(postgres_server, _templates) as url:
+            yield f"db+{url}"
+
+
+@pytest.fixture(scope="module")
+def site_conf(results: str) -> dict[str, Any]:
+    return {"imports": ["tests.support.canvas_tasks"], "result_backend": results, "result_chord_join_timeout": 1}
+
+
+def forget(site: Site) -> None:
+    """Let the result backend lose everything."""
+    url = site.conf["result_backend"]
+    if url.startswith("redis"):
+        Broker("redis", url, None).purge()
+    else:
+        with queries(url.removeprefix("db+").replace("+psycopg", "", 1)) as sql:
+            sql("DELETE FROM public.celery_taskmeta")
+            sql("DELETE FROM public.celery_tasksetmeta")
+
+
+def parked(site: Site, customer: str) -> Any:
+    """A member that waits for a verdict."""
+    site.provider.control(kind="charge_plain", times=1, drop_reply=True)
+    return site.app.tasks["tests.charge_plain"].si(customer, 5).set(task_id=str(uuid4()))
+
+
+def decide(site: Site, member: Any) -> str:
+    """The verdict; what the member will then return."""
+    key = f"{member.options['task_id']}:1"
+    ref = str(site.provider.ledger(key=key)[0]["ref"])
+    site.safe.resolve(key, Happened(ref), "ann", "asked the provider")
+    return ref
+
+
+def s(site: Site, name: str, *args: Any, **kwargs: Any) -> Any:
+    return site.app.tasks[f"tests.{name}"].s(*args, **kwargs)
+
+
+def ran(site: Site, name: str) -> list[str]:
+    """What a body or an errback of this name was called with, each time."""
+    kinds = ("deploy", "collected", "mail", "explained")
+    found = [row["body"]["argument"] for row in site.provider.ledger() if row["kind"] in kinds]
+    return [argument for argument in found if argument.startswith(f"['{name}', ")]
+
+
+def settled(site: Site, *members: AsyncResult[Any] | str) -> None:
+    ids = [getattr(one, "id", one) for one in members]
+    query = "SELECT id FROM jobs WHERE id = ANY (%s) AND settled_at IS NOT NULL"
+    eventually(lambda: len(site.sql(query, ids)) == len(ids), 30, message="Celery knows of the members' ends")
+
+
+def over(site: Site, chord_id: str) -> None:
+    """Wait until nobody looks after a chord any more, and until what was sent before that has run."""
+    eventually(lambda: not site.sql("SELECT id FROM chord WHERE id = %s", chord_id), 30, message="the chord is over")
+    site.ends(site.send("pure"))
+
+
+BODIES = ["safe", "plain", "chain", "group", "chord"]
+
+
+def a_body(site: Site, kind: str, name: str) -> Any:
+    return {
+        "safe": s(site, "collect", named=name),
+        "plain": s(site, "plain_collect", named=name),
+        "chain": chain(s(site, "part"), s(site, "plain_collect", named=name)),
+        "group": group(s(site, "collect", named=name), s(site, "part")),
+        "chord": chord([s(site, "part"), s(site, "plain_part")], s(site, "collect", named=name)),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize("forgets", [True, False], ids=["forgotten", "known"])
+def test_a_parked_member(site: Site, kind: str, forgets: bool) -> None:
+    """The body waits for the verdict, and runs once, with the results in the header's order."""
+    name = str(uuid4())
+    member = parked(site, name)
+    header = [s(site, "part", 1), member, chain(s(site, "part", 2), s(site, "part", "x")), s(site, "part", 3)]
+    result = chord(header, a_body(site, kind, name)).apply_async()
+    waited_for = result
+    while getattr(waited_for, "parent", None) is not None and len(getattr(waited_for, "results", [])) != 4:
+        waited_for = waited_for.parent
+    job = member.options["task_id"]
+    site.ends(site.app.AsyncResult(job), "unknown")
+    others = [one for one in waited_for.results if one.id != job]
+    settled(site, *others)
+    if forgets:
+        forget(site)
+    assert ran(site, name) == []
+    expected = [1, decide(site, member), [2, "x"], 3]
+    argument = eventually(lambda: ran(site, name), 30, message="the body ran")
+    over(site, waited_for.id)
+    inner = [expected, expected] if kind == "chord" else expected
+
+    assert argument == ran(site, name) == [repr([name, inner])]
+
+
+FAILURES = ["fails", "is cancelled", "a step fails", "an inner chord fails"]
+
+
+@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("forgets", [True, False], ids=["forgotten", "known"])
+def test_a_member_without_success(site: Site, how: str, forgets: bool) -> None:
+    """The body's errback is called once, and the body never runs."""
+    name = str(uuid4())
+    waiting = parked(site, name)
+    header = {
+        "fails": [s(site, "part", "bad"), waiting],
+        "is cancelled": [s(site, "part", 1).set(countdown=600), waiting],
+        "a step fails": [chain(s(site, "part", "bad"), s(site, "part", 1)), waiting],
+        "an inner chord fails": [chord([s(site, "part", "bad"), s(site, "part", 1)], s(site, "part", 2)), waiting],
+    }[how]
+    body = s(site, "collect", named=name)
+    errbacks = ["oops", "plain_oops"] if forgets else ["plain_oops"]
+    for errback in errbacks:
+        body.link_error(s(site, errback, named=name))
+    result = chord(header, body).apply_async()
+    site.ends(site.app.AsyncResult(waiting.options["task_id"]), "unknown")
+    member = result.parent[0]
+    if how == "is cancelled":
+        site.safe.cancel(member.id, "not wanted")
+        settled(site, member)
+    elif how == "an inner chord fails":
+        settled(site, *member.parent)
+    else:
+        settled(site, member.parent or member)
+    if forgets:
+        forget(site)
+    assert ran(site, name) == []
+    decide(site, waiting)
+    over(site, result.parent.id)
+    eventually(lambda: len(ran(site, name)) >= len(errbacks), 30, message="the errbacks ran")
+    assert ran(site, name) == [repr([name, result.id])] * len(errbacks)
+    assert result.state == "FAILURE"
+    assert str(result.result).startswith("Dependency ")
+    assert not site.sql("SELECT id FROM jobs WHERE id = %s", result.id)
+
+
+def test_a_chord_outlives_the_retention_of_its_members(site: Site) -> None:
+    """What the body will get is not pruned."""
+    name = str(uuid4())
+    member = parked(site, name)
+    result = chord([s(site, "part", 1), member], s(site, "collect", named=name)).apply_async()
+    site.ends(result.parent[0])
+    settled(site, result.parent[0])
+    forget(site)
+    pruned = site.send("pure", 1)
+    site.ends(pruned)
+    site.sql("ALTER TABLE job DISABLE TRIGGER USER")
+    site.sql(
+        "UPDATE job SET finished_at = finished_at - interval '90 days' WHERE id = ANY (%s)",
+        [result.parent[0].id, pruned.id],
+    )
+    site.sql("ALTER TABLE job ENABLE TRIGGER USER")
+    site.safe.prune()
+    assert [
+        row["id"] for row in site.sql("SELECT id FROM job WHERE id = ANY (%s)", [result.parent[0].id, pruned.id])
+    ] == [result.parent[0].id]
+    ref = decide(site, member)
+    eventually(lambda: ran(site, name) == [repr([name, [1, ref]])], 30, message="the body ran")
