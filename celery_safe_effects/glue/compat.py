@@ -38,6 +38,8 @@ RELIED_UPON: Final = (
     Reliance("celery.app.amqp:AMQP", "send_task_message", "publish: what everything that is sent passes"),
     Reliance("celery.app.amqp:Queues", "select_add", "worker: our queue is consumed, also with -Q"),
     Reliance("celery.app.amqp:Queues", "new_missing", "wire: an express lane is made as a missing queue is"),
+    Reliance("celery.backends.rpc:RPCBackend", "on_task_call", "results: the reply queue, declared without end"),
+    Reliance("celery.backends.rpc:RPCBackend", "binding", "results: the reply queue"),
     Reliance("celery.canvas", "uuid", "canvas: ids that follow from the job or the canvas's name"),
     Reliance("celery.canvas", "_chain", "canvas: accepted whole"),
     Reliance("celery.canvas", "_chord", "canvas: accepted whole"),

@@ -13,7 +13,10 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from celery import states
+from celery._state import task_join_will_block
 from celery.app.backends import by_url
+from celery.backends.rpc import RPCBackend
+from kombu.common import maybe_declare
 
 from ..engine.lease import clock
 
@@ -97,9 +100,13 @@ class Results:
             if backend.persistent:
                 return
             with self.app.producer_or_acquire(options.get("producer")) as producer:
-                # Declaring it would try for ever where the broker is down; connecting can be bounded.
-                producer.connection.ensure_connection(**policy)
-                self.app.backend.on_task_call(producer, options.get("task_id"))
+                made = self.app.backend
+                if type(made).on_task_call is RPCBackend.on_task_call:
+                    # Celery's own way tries for ever where the broker is down.
+                    if not task_join_will_block():
+                        maybe_declare(made.binding(producer.channel), retry=True, **policy)
+                else:
+                    made.on_task_call(producer, options.get("task_id"))
         except Exception as exc:
             logger.warning("the reply queue could not be prepared, and results may be lost: %r", exc)
 

@@ -11,12 +11,14 @@ from uuid import UUID
 
 import pytest
 from celery import Celery
+from kombu.compression import encoders
 
 from celery_safe_effects import Happened, IdempotencyConflict
 from celery_safe_effects.errors import PayloadInvalid
 from celery_safe_effects.testing import eventually
 from tests.support import backend_tasks
 from tests.support.checks import wait_status
+from tests.support.loud import skip_loudly
 from tests.support.site import Site
 from tests.support.tasks import create_app
 
@@ -142,6 +144,27 @@ def test_a_result_that_the_backend_forgot_is_stored_again(site: Site) -> None:
     assert same.get(timeout=20) == 5
 
 
+def test_a_result_that_expired_is_stored_again(site: Site) -> None:
+    """By the backend's own clock; while it is gone, the row still has it."""
+    conf = {"result_expires": 1, "result_compression": "gzip"}
+    app = create_app({**site.conf, **conf, "imports": []})
+    with site.start("forgets", conf=conf, env=ENV, queues=["forgets"]):
+
+        def send() -> Any:
+            return app.tasks["tests.pure"].apply_async(({"n": 5},), idempotency_key="expires", queue="forgets")
+
+        first = send()
+        assert first.get(timeout=20) == {"n": 5}
+        eventually(lambda: site.sql("SELECT 1 FROM jobs WHERE id = %s AND settled_at IS NOT NULL", first.id), 20)
+        app.backend._cache.clear()
+        eventually(lambda: app.AsyncResult(first.id).state == "PENDING", 10, message="it has expired")
+        same = send()
+        assert (same.id, same.get(timeout=20)) == (first.id, {"n": 5})
+        assert wait_status(site.sql, first.id, "succeeded")["attempts"] == 1
+    app.__dict__["_safe_effects"].close()
+    app.close()
+
+
 # -- serializers -------------------------------------------------------------------------------------------------------
 
 KINDS: dict[str, Any] = {
@@ -157,9 +180,13 @@ BY = {"json": set(KINDS), "yaml": {"datetime", "date", "bytes", "nested"}, "msgp
 
 
 @pytest.mark.parametrize("serializer", ACCEPT)
-@pytest.mark.parametrize("compression", [None, "gzip"])
-def test_arguments_by_every_serializer(site: Site, serializer: str, compression: str | None) -> None:
+@pytest.mark.parametrize("compression", [None, "gzip", "lzma", "zstd"])
+def test_arguments_by_every_serializer(
+    request: pytest.FixtureRequest, site: Site, serializer: str, compression: str | None
+) -> None:
     """Each runs; one key and the same arguments are one job; other arguments are a conflict."""
+    if compression == "zstd" and "application/zstd" not in encoders():
+        skip_loudly(request, "needs zstd: pip install backports.zstd")
     sent = {}
     for kind, value in KINDS.items():
         key = f"{serializer}-{compression}-{kind}"
