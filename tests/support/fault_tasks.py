@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from celery import Celery
+from celery import Celery, chain, chord, group
 from celery.backends.redis import RedisBackend
 
 from celery_safe_effects import Happened, NotHappened, Operation, Outcome, SafeTask, effect
@@ -198,10 +200,51 @@ def add_tasks(app: Celery) -> None:
         """A continuation with an effect."""
         return tasks.deploy(repr(before)).ref
 
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.child", effects=[tasks.refund])
+    def child(self: Any, number: int) -> int:
+        """One of many, with an effect of its own."""
+        tasks.refund(f"{number:02}")
+        return number
+
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.parent", effects=[])
+    def parent(self: Any, how: str) -> None:
+        """Sends fifty children, and may die half-way, the first time."""
+        children = [child.si(number) for number in range(50)]
+        if how == "one by one":
+            for number, one in enumerate(children):
+                if number == 25:
+                    die_once("half_way", self.job.id)
+                one.delay()
+        elif how == "two canvases":
+            chord(children[:25], follow.s()).apply_async()
+            die_once("half_way", self.job.id)
+            chain(children[25], group(children[26:]), follow.s()).apply_async()
+        else:
+            with _dies_after(self, 25):
+                group(children).apply_async()
+
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.errback", effects=[tasks.mail])
     def errback(self: Any, failed_id: str) -> Any:
         """An errback with an effect."""
         return tasks.mail(f"{failed_id} failed").ref
+
+
+@contextlib.contextmanager
+def _dies_after(task: Any, many: int) -> Iterator[None]:
+    """Within, the worker dies once so many messages are out."""
+    wire = task.safe_effects.publisher.wire
+    send, sent = wire._send, count()
+
+    def counted(producer: Any, message: Any) -> None:
+        if next(sent) == many:
+            die_once("half_way", task.job.id)
+        send(producer, message)
+
+    wire._send = counted
+    try:
+        yield
+    finally:
+        del wire._send
 
 
 def _waiting_task(app: Celery, kind: str, one: Effect[Any, Any]) -> None:
