@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import psycopg
@@ -37,6 +37,7 @@ from .glue.teller import Teller
 from .glue.trace import END
 from .limits import Limits
 from .store import migrate
+from .store.grants import Grants
 from .store.hot import Lease, Store
 from .values import Enqueued, Happened, JobRow, NotHappened, OperationRow, Refused, TransitionRow
 
@@ -381,16 +382,22 @@ class SafeEffects:
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
-    def upgrade(self) -> list[int]:
-        """Bring the schema up to date.
+    def upgrade(self, *, grants: Grants | None = None, revoke: Collection[str] = ()) -> list[int]:
+        """Bring the schema up to date, and the rights of the roles that were granted any.
+
+        Arguments:
+            grants: database roles by kind, ``{"producer": "web", "worker": "worker", "observer": ["grafana"]}``: each
+                gets what its kind needs, now and with every later upgrade.
+            revoke: roles that lose all that they have in the schema; before ``grants``.
 
         Returns:
             the migrations applied.
 
         Raises:
             SchemaMismatch: when the schema is newer than this library.
+            ConfigurationError: for a kind or a role that does not exist, and for the role that owns the schema.
         """
-        return migrate.upgrade(self.config.database_url, self.config.schema)
+        return migrate.upgrade(self.config.database_url, self.config.schema, grants=grants, revoke=revoke)
 
     def sweep(self) -> Swept:
         """Sweep now, in this process."""

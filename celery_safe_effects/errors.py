@@ -55,6 +55,20 @@ class SchemaMismatch(ConfigurationError):
     code = "schema_mismatch"
 
 
+class PermissionMissing(ConfigurationError):
+    """The database role may not do this; the message says which kind of role may, and the command that grants it.
+
+    Attributes:
+        kinds: the kinds of roles that may: ``producer``, ``worker``, ``observer``.
+    """
+
+    code = "permission_missing"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(self.details.get("kinds", ()))
+
+
 class StoreUnavailable(SafeEffectsError):
     """PostgreSQL could not be reached, or did not answer within the statement timeout."""
 

@@ -18,6 +18,7 @@ pytest_plugins = [
     "tests.support.site",
     "tests.support.pytest_celery_local",
     "tests.support.shop",
+    "tests.support.roles",
 ]
 
 

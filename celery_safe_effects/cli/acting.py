@@ -20,24 +20,57 @@ if TYPE_CHECKING:
     from ..values import Happened, JobRow, NotHappened, Refused
 
 
+KINDS = ("producer", "worker", "observer")
+
+
+def _role(value: Any) -> tuple[str, str]:
+    """The type of ``--grant``: ``KIND=ROLE``."""
+    if isinstance(value, tuple):
+        return value
+    kind, separator, role = str(value).partition("=")
+    if not separator or kind not in KINDS:
+        raise click.BadParameter(f"write KIND=ROLE, where KIND is one of {', '.join(KINDS)}")
+    return kind, text(role)
+
+
 @command(schema=False)
-def upgrade(console: Console, safe: SafeEffects) -> Answer:
-    """Make the schema, or bring it up to date. Several at once, and one too many, are harmless."""
+@click.option(
+    "--grant",
+    "granted",
+    type=_role,
+    multiple=True,
+    metavar="KIND=ROLE",
+    help="Give a database role what a producer, a worker or an observer needs, now and at every later upgrade.",
+)
+@click.option("--revoke", "revoked", type=text, multiple=True, metavar="ROLE", help="Take all of it away from a role.")
+def upgrade(
+    console: Console, safe: SafeEffects, granted: tuple[tuple[str, str], ...], revoked: tuple[str, ...]
+) -> Answer:  # fmt: skip
+    """Make the schema, or bring it up to date, and the rights of database roles with it.
+
+    Several at once, and one too many, are harmless.
+    """
     from ..store import migrate
 
     with safe.store.connections.connection():
         pass  # a wrong or unreachable address is told here, within the time limit of a connection
-    applied = safe.upgrade()
+    grants: dict[str, list[str]] = {}
+    for kind, role in granted:
+        grants.setdefault(kind, []).append(role)
+    applied = safe.upgrade(grants=grants, revoke=revoked)
     name, version = safe.config.schema, safe.store.rows("SCHEMA_VERSION")[0].version
     names = {m.version: m.name for m in migrate.migrations()}
     document = {
         "schema": name,
         "version": version,
         "applied": [{"version": number, "name": names[number]} for number in applied],
+        "roles": [{"role": row.role, "kinds": row.kinds} for row in safe.store.rows("ROLES")],
     }
     lines = [f"applied migration {number:04d}_{names[number]}" for number in applied]
+    lines += [f"role {role!r} has lost what it had" for role in revoked]
+    lines += [f"role {row['role']!r} has the rights of {' and '.join(row['kinds'])}" for row in document["roles"]]
     end = f"schema {name!r} is at version {version}"
-    return Answer(document, [*lines, end if applied else f"{end} already; nothing to do"])
+    return Answer(document, [*lines, end if applied or granted or revoked else f"{end} already; nothing to do"])
 
 
 # -- resolve -------------------------------------------------------------------------------------------------------

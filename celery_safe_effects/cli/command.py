@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ..errors import ConfigurationError, NotAllowed, SafeEffectsError, SchemaMismatch, StoreUnavailable
+from ..errors import (
+    ConfigurationError,
+    NotAllowed,
+    PermissionMissing,
+    SafeEffectsError,
+    SchemaMismatch,
+    StoreUnavailable,
+)
 from . import output
 
 if TYPE_CHECKING:
@@ -220,6 +227,8 @@ def _of_database(exc: Any) -> tuple[str, str]:
         return SchemaMismatch.code, f"{words}; run `celery -A yourproject safe-effects upgrade`"
     if isinstance(exc, (psycopg.OperationalError, psycopg.InterfaceError)) and exc.sqlstate is None:
         return StoreUnavailable.code, f"PostgreSQL does not answer: {words}; check safe_effects_database_url"
+    if isinstance(exc, psycopg.errors.InsufficientPrivilege):  # the protocol's own statements say more themselves
+        return PermissionMissing.code, f"{words}; `safe-effects upgrade` takes the role that owns the schema"
     return "database", f"PostgreSQL refuses: {words}"
 
 

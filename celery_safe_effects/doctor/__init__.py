@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 import psycopg
 
+from ..config import RISKS
 from ..errors import ConfigurationError, SafeEffectsError
+from ..store.grants import WORKER
 from . import broker, database, tasks, upkeep
 from .finding import Check, Finding, Patient, problem, warning
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from ..app import SafeEffects
 
 logger = logging.getLogger(__name__)
+
+UNREACHABLE: Final = ("store_unavailable", "schema_mismatch", "configuration", "permission_missing")
 
 CHECKS: Final[tuple[Check, ...]] = (*database.CHECKS, *upkeep.CHECKS, *tasks.CHECKS, *broker.CHECKS)
 
@@ -32,7 +36,10 @@ def examine(safe: SafeEffects) -> list[Finding]:
     patient = Patient(safe)
     found = _run(patient, (upkeep.schema, tasks.declarations))
     # Without our schema the database has nothing to say; without the database, nothing else that asks it.
-    reachable = not any(finding.code in ("store_unavailable", "schema_mismatch", "configuration") for finding in found)
+    reachable = not any(finding.code in UNREACHABLE for finding in found)
+    if reachable:
+        may = _run(patient, (database.rights,))
+        found, reachable = found + may, not may
     found += _run(patient, CHECKS if reachable else (tasks.plain_with_effects, *broker.CHECKS[:2]))
     return sorted(found, key=lambda finding: finding.severity != "problem")
 
@@ -43,16 +50,15 @@ def refuse(safe: SafeEffects) -> None:
     Raises:
         ConfigurationError: with the words of the finding.
     """
-    patient = Patient(safe)
+    patient = Patient(safe, kinds=(WORKER,))
     for check in database.CERTAIN:
         for finding in check(patient):
             if finding.code in safe.config.accept_risks:
                 logger.warning("accepted by safe_effects_accept_risks: [%s] %s", finding.code, finding.what)
             elif finding.refuses:
+                accept = f"; safe_effects_accept_risks = ['{finding.code}'] starts all the same, for tests"
                 raise ConfigurationError(
-                    f"[{finding.code}] {finding.message}; safe_effects_accept_risks = ['{finding.code}'] starts all "
-                    "the "
-                    "same, for tests"
+                    f"[{finding.code}] {finding.message}" + (accept if finding.code in RISKS else "")
                 )
 
 

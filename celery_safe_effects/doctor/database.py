@@ -8,7 +8,8 @@ from typing import Final
 
 import psycopg
 
-from .finding import Finding, Patient, problem, warning
+from ..store.grants import Right
+from .finding import Finding, Patient, names, problem, warning
 
 SLOW_CLOCK: Final = 5.0
 WRONG_CLOCK: Final = 60.0
@@ -177,6 +178,30 @@ def pooler(p: Patient) -> Iterator[Finding]:
         )
 
 
-CERTAIN: Final = (fsync, synchronous_commit, isolation, read_only)
+def rights(p: Patient) -> Iterator[Finding]:
+    """A role that may do what this process does: a worker's work, or looking."""
+    lacking = p.safe.store.lacking()
+    if any(not lacking[kind] for kind in p.kinds):
+        return
+    kind = min(p.kinds, key=lambda kind: len(lacking[kind]))
+    with p.safe.store.connections.connection() as conn:
+        role = conn.info.user
+    has = " and ".join(found for found, missing in lacking.items() if not missing)
+    yield problem(
+        "permission_missing",
+        f"the role {role!r} " + (f"has the rights of {has} and " if has else "") + f"lacks what {kind} needs "
+        f"({names({_in_words(right) for right in lacking[kind]})})",
+        f"as the schema's owner, run `celery -A yourproject safe-effects upgrade --grant {kind}={role}`",
+        refuses=True,
+    )
+
+
+def _in_words(right: Right) -> str:
+    if right.on == "schema":
+        return f"{right.privilege} of the schema"
+    return f"{right.privilege} {'of' if right.on == 'function' else 'on'} {right.name}"
+
+
+CERTAIN: Final = (rights, fsync, synchronous_commit, isolation, read_only)
 """What may refuse a worker's start."""
-CHECKS: Final = (*CERTAIN, full_page_writes, encoding, version, autovacuum, clock, connections, pooler)
+CHECKS: Final = (*CERTAIN[1:], full_page_writes, encoding, version, autovacuum, clock, connections, pooler)

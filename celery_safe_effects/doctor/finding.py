@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ..store.grants import OBSERVER, WORKER
+
 if TYPE_CHECKING:
     from ..app import SafeEffects
     from ..config import Config
@@ -56,10 +58,12 @@ class Patient:
 
     Arguments:
         safe: the app's SafeEffects.
+        kinds: what its database role has to be, one of these; the doctor only looks.
     """
 
-    def __init__(self, safe: SafeEffects) -> None:
+    def __init__(self, safe: SafeEffects, kinds: tuple[str, ...] = (OBSERVER, WORKER)) -> None:
         self.safe = safe
+        self.kinds = kinds
         self.app: Any = safe.app
 
     @property

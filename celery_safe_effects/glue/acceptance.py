@@ -433,9 +433,7 @@ class Acceptance:
         """The backend may have forgotten a finished job's result: deliver its end once more."""
         try:
             if self.safe.publisher.results.are_forgotten(job_id):
-                row = self.safe.store.row("JOB", id=job_id)
-                if row is not None and row.settle:
-                    self.safe.store.rows("UNSETTLE", id=job_id)
+                self.safe.store.rows("REMIND", id=job_id)
         except Exception:
             logger.debug("the result of job %s could not be checked", job_id, exc_info=True)
 

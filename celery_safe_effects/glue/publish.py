@@ -32,11 +32,10 @@ from ..errors import (
     PayloadInvalid,
     ReplayMismatch,
     SafeEffectsError,
-    SchemaMismatch,
-    StoreUnavailable,
 )
 from ..states import JobStatus
 from ..store.enlist import enlist
+from ..store.hot import STORE_ERRORS
 from . import canvas, chords, mapped, routing
 from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Candidate, Door, Run, Verdict, time_of
 from .batch import Batch, Gathered, gathering, stored
@@ -420,7 +419,7 @@ class Publisher:
         if ids:
             try:
                 self.safe.store.rows("POSTED", ids=ids)
-            except (StoreUnavailable, psycopg.Error):
+            except (SafeEffectsError, psycopg.Error):
                 logger.warning("%d messages of plain tasks will go out once more", len(ids), exc_info=True)
 
     def deliver_posted(self) -> int:
@@ -433,7 +432,7 @@ class Publisher:
         while True:
             try:
                 rows = self.safe.store.rows("POST_DUE", limit=BATCH, again=self.safe.config.republish_after)
-            except (StoreUnavailable, psycopg.Error):
+            except (SafeEffectsError, psycopg.Error):
                 logger.warning("publishing messages of plain tasks is left to the sweeper", exc_info=True)
                 return sent
             if not rows:
@@ -481,7 +480,7 @@ class Publisher:
         """Ask the sweeper to publish messages soon; losing this costs only time."""
         try:
             self.safe.store.rows("PUBLISH_SOON", ids=list(job_ids))
-        except (StoreUnavailable, psycopg.Error):
+        except (SafeEffectsError, psycopg.Error):
             logger.debug("%d jobs wait for their republication", len(job_ids), exc_info=True)
 
     def accept(self, candidate: Candidate, door: Door, *, tries: int = ACCEPT_TRIES) -> Verdict:
@@ -530,7 +529,7 @@ class Publisher:
                 )
             except AlreadyAccepted:
                 return
-            except (StoreUnavailable, AcceptanceUnknown, AdmissionRejected, SchemaMismatch, psycopg.Error) as exc:
+            except (*STORE_ERRORS, AcceptanceUnknown, AdmissionRejected) as exc:
                 if clock() >= give_up:
                     raise
                 logger.warning("message %s waits to be persisted: %s", envelope.id, exc)
@@ -625,7 +624,7 @@ class Publisher:
         """Publish who was woken for slots that have just become free; the sweep would, too, a little later."""
         try:
             woken = [row.id for row in self.safe.store.rows("WOKEN", scopes=slots)]
-        except (StoreUnavailable, psycopg.Error):
+        except (SafeEffectsError, psycopg.Error):
             logger.warning("publishing who waits for %s is left to the sweeper", ", ".join(slots), exc_info=True)
             return
         if woken:
@@ -643,7 +642,7 @@ class Publisher:
                 settle_tries=self.safe.SETTLE_TRIES,
                 republish=config.republish_after,
             )
-        except (StoreUnavailable, psycopg.Error):
+        except (SafeEffectsError, psycopg.Error):
             logger.warning("publishing %s is left to the sweeper", ", ".join(job_ids), exc_info=True)
             return 0
         return self.deliver(rows)

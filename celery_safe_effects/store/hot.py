@@ -18,8 +18,8 @@ from psycopg.rows import namedtuple_row
 
 from ..address import quote_schema
 from ..config import Config
-from ..errors import ConfigurationError, SchemaMismatch, StoreUnavailable
-from . import migrate, statements
+from ..errors import ConfigurationError, PermissionMissing, SchemaMismatch, StoreUnavailable
+from . import grants, migrate, statements
 from .connection import Connections, DeadlineConnection, OwnConnection
 from .enlist import Enlisted
 
@@ -33,7 +33,7 @@ WRONG_SCHEMA = (
     psycopg.errors.InvalidSchemaName,
 )
 RETRYABLE = (psycopg.OperationalError, psycopg.InterfaceError, StoreUnavailable)
-STORE_ERRORS = (StoreUnavailable, SchemaMismatch, psycopg.Error)
+STORE_ERRORS = (StoreUnavailable, SchemaMismatch, PermissionMissing, psycopg.Error)
 """What a statement may raise."""
 
 NOT_HERE = ("25006",)
@@ -121,6 +121,7 @@ class Store:
         Raises:
             StoreUnavailable: when the database cannot be reached.
             SchemaMismatch: when the schema is not the one that this library knows.
+            PermissionMissing: when the role may not do this.
             psycopg.Error: what the database answered.
         """
         with self.connections.connection() as conn, self._in_our_words(conn):
@@ -140,7 +141,10 @@ class Store:
 
     def _execute(self, conn: DeadlineConnection, statement: str, params: dict[str, Any]) -> list[Row]:
         cursor = conn.cursor(row_factory=namedtuple_row)
-        cursor.execute(self.sql[statement], params, prepare=conn.prepare_threshold is not None)
+        try:
+            cursor.execute(self.sql[statement], params, prepare=conn.prepare_threshold is not None)
+        except psycopg.errors.InsufficientPrivilege as exc:
+            raise self._not_permitted(exc, statement, conn) from exc
         return cursor.fetchall()
 
     @contextlib.contextmanager
@@ -161,19 +165,41 @@ class Store:
 
         Raises:
             ConfigurationError: when that is a transaction of another database.
-            SchemaMismatch, StoreUnavailable, psycopg.Error: as :meth:`rows`.
+            SchemaMismatch, PermissionMissing, StoreUnavailable, psycopg.Error: as :meth:`rows`.
         """
         self._refuse_elsewhere(enlisted)
         try:
             return enlisted.rows(self.sql[statement], params)
         except WRONG_SCHEMA as exc:
             raise self._wrong_schema(exc) from exc
+        except psycopg.errors.InsufficientPrivilege as exc:
+            raise self._not_permitted(exc, statement, enlisted.connection) from exc
 
     def _wrong_schema(self, exc: psycopg.Error) -> SchemaMismatch:
         return SchemaMismatch(
             f"schema {self.config.schema!r} is missing or of another version ({str(exc).splitlines()[0]}): "
             "run `celery -A yourproject safe-effects upgrade`"
         )
+
+    @staticmethod
+    def _not_permitted(exc: psycopg.Error, statement: str, conn: psycopg.Connection[Any]) -> PermissionMissing:
+        role = conn.info.user
+        return PermissionMissing(
+            f"PostgreSQL refuses ({str(exc).splitlines()[0]}): {grants.needed(statement, role)}",
+            kinds=grants.STATEMENTS.get(statement, ()),
+            role=role,
+        )
+
+    def lacking(self) -> dict[str, list[grants.Right]]:
+        """By kind of role, the rights that ours lacks for being one."""
+        asked = [(kind, right) for kind in grants.KINDS for right in grants.rights(kind)]
+        columns = {name: [getattr(right, name) for _, right in asked] for name in ("privilege", "on", "name", "column")}
+        found = self.rows("DOCTOR_RIGHTS", schema=self.config.schema, **columns)
+        lacking: dict[str, list[grants.Right]] = {kind: [] for kind in grants.KINDS}
+        for row in found:
+            kind, right = asked[row.n]
+            lacking[kind].append(right)
+        return lacking
 
     def _refuse_elsewhere(self, enlisted: Enlisted) -> None:
         """A job accepted in another database would be seen by no worker."""
@@ -240,8 +266,6 @@ class Store:
             row = self.row("SCHEMA_VERSION")
         except SchemaMismatch:
             row = None
-        except psycopg.errors.InsufficientPrivilege as exc:
-            raise SchemaMismatch(f"schema {name!r} cannot be read: {str(exc).strip()}") from exc
         except psycopg.OperationalError as exc:
             raise StoreUnavailable(f"PostgreSQL does not answer: {str(exc).strip()}") from exc
         present, oldest_code = (row.version, row.oldest_code) if row is not None else (None, None)

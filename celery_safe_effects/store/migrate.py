@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final
@@ -19,6 +20,7 @@ from psycopg.pq import TransactionStatus
 
 from ..address import conninfo_from_url, quote_schema
 from ..errors import ConfigurationError, SchemaMismatch
+from . import grants as rights
 from .statements import WORKERS_SEEN
 
 LOCK_KEY: Final = 7_236_071_155  # any fixed number: the same for every version of the library
@@ -61,21 +63,32 @@ def latest() -> int:
     return max(m.version for m in migrations())
 
 
-def upgrade(target: Any, schema: str = DEFAULT_SCHEMA) -> list[int]:
+def upgrade(
+    target: Any,
+    schema: str = DEFAULT_SCHEMA,
+    *,
+    grants: rights.Grants | None = None,
+    revoke: Collection[str] = (),
+) -> list[int]:
     """Bring the schema up to this library's version; several at once are harmless.
 
     Arguments:
         target: a database URL, a SQLAlchemy Engine or Connection, or a Django connection. A connection is used within
             its own transaction and is not committed.
         schema: the schema's name.
+        grants: database roles by kind, ``{"producer": ["web", "beat"], "worker": ["worker"]}``: each gets what its kind
+            needs, now and with every later upgrade.
+        revoke: roles that lose all that they have in the schema; before ``grants``.
 
     Returns:
         the versions that were applied, empty if there was nothing to do.
 
     Raises:
+        ConfigurationError: for a kind or a role that does not exist, and for the role that owns the schema.
         SchemaMismatch: when the schema is newer than this library and not made for it too, or when workers run that a
             pending migration would break.
     """
+    given = rights.checked(grants or {})
     if isinstance(target, str):
         import psycopg
         from sqlalchemy import create_engine, pool
@@ -89,13 +102,13 @@ def upgrade(target: Any, schema: str = DEFAULT_SCHEMA) -> list[int]:
             poolclass=pool.NullPool,
         )
         try:
-            return upgrade(engine, schema)
+            return upgrade(engine, schema, grants=grants, revoke=revoke)
         finally:
             engine.dispose()
     if hasattr(target, "begin") and hasattr(target, "dialect") and not hasattr(target, "exec_driver_sql"):
         with target.begin() as connection:
-            return upgrade(connection, schema)
-    return _upgrade(_driver(target), schema)
+            return upgrade(connection, schema, grants=grants, revoke=revoke)
+    return _upgrade(_driver(target), schema, given, revoke)
 
 
 def _driver(target: Any) -> Any:
@@ -110,11 +123,15 @@ def _driver(target: Any) -> Any:
     return target
 
 
-def _upgrade(connection: Any, schema: str) -> list[int]:
+def _upgrade(connection: Any, schema: str, given: list[tuple[str, str]], revoked: Collection[str]) -> list[int]:
     # In autocommit, the lock would be released at once and a failure leave half a migration.
     alone = connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE
     with connection.transaction() if alone else contextlib.nullcontext(), connection.cursor() as cursor:
-        return _apply(cursor, schema)
+        applied = _apply(cursor, schema)
+        if applied:
+            rights.close(cursor, schema)
+        rights.apply(cursor, schema, given, revoked)
+        return applied
 
 
 def _apply(cursor: Any, schema: str) -> list[int]:

@@ -29,6 +29,9 @@ OPERATION_FACTS: Final = """
 
 SCHEMA_VERSION: Final = "SELECT max(version) AS version, max(oldest_code) AS oldest_code FROM {s}.schema_version"
 
+# Which roles were granted what.
+ROLES: Final = "SELECT role, array_agg(kind ORDER BY kind) AS kinds FROM {s}.role_grant GROUP BY role ORDER BY role"
+
 # Which database this is, whatever name or pooler leads to it.
 IDENTITY: Final = """
 SELECT current_database() AS name, (SELECT oid::text FROM pg_database WHERE datname = current_database()) AS id,
@@ -643,6 +646,12 @@ UPDATE {s}.job SET settled_at = NULL, next_publish_at = clock_timestamp()
  WHERE id = %(id)s AND status IN ('succeeded', 'failed', 'cancelled') RETURNING id
 """
 
+# The same for an enqueue that found its job ended: only where somebody waits for the end.
+REMIND: Final = """
+UPDATE {s}.job SET settled_at = NULL, next_publish_at = clock_timestamp()
+ WHERE id = %(id)s AND status IN ('succeeded', 'failed', 'cancelled') AND settle RETURNING id
+"""
+
 # 8: leases that ran out. SKIP LOCKED: several sweepers share the work; what holds the row's lock is alive.
 SWEEP_LEASES: Final = (
     """
@@ -1212,7 +1221,7 @@ WITH due AS (
 INSERT INTO {s}.tombstone (id, tenant, idempotency_key, task, args_digest, status) SELECT * FROM jobs
 ON CONFLICT DO NOTHING RETURNING id, {async} AS a
 """
-PRUNE_LOG: Final = "DELETE FROM {s}.transition t WHERE t.job_id = ANY (%(ids)s) RETURNING {async} AS a"
+PRUNE_LOG: Final = "SELECT {s}.prune_log(%(ids)s::text[]) AS pruned, {async} AS a"
 PRUNE_TOMBSTONES: Final = """
 DELETE FROM {s}.tombstone t USING (
     SELECT id FROM {s}.tombstone WHERE pruned_at < {now} - interval '1 second' * %(retention)s::float8
@@ -1492,6 +1501,21 @@ SELECT extract(epoch FROM clock_timestamp())::float8 AS clock, current_setting('
            - coalesce(current_setting('reserved_connections', true)::integer, 0) AS connections,
        (SELECT coalesce(sum(numbackends), 0)::integer FROM pg_stat_database) AS connected,
        (SELECT count(*)::integer FROM pg_stat_activity WHERE application_name = 'celery-safe-effects') AS ours
+"""
+# Which of these rights our role does not have; no right is needed for asking, not even on the schema.
+DOCTOR_RIGHTS: Final = """
+SELECT a.n::integer - 1 AS n
+  FROM unnest(%(privilege)s::text[], %(on)s::text[], %(name)s::text[], %(column)s::text[]) WITH ORDINALITY
+           AS a (privilege, kind, name, attribute, n)
+  LEFT JOIN pg_namespace s ON s.nspname = %(schema)s
+  LEFT JOIN pg_class c ON c.relnamespace = s.oid AND c.relname = a.name AND a.kind = 'relation'
+  LEFT JOIN pg_proc p ON p.pronamespace = s.oid AND p.proname = a.name AND a.kind = 'function'
+ WHERE NOT coalesce(
+    CASE a.kind WHEN 'schema' THEN has_schema_privilege(s.oid, a.privilege)
+                WHEN 'function' THEN has_function_privilege(p.oid, a.privilege)
+                ELSE CASE a.attribute WHEN '*' THEN has_table_privilege(c.oid, a.privilege)
+                                      ELSE has_column_privilege(c.oid, a.attribute, a.privilege) END END, false)
+ ORDER BY a.n
 """
 # How the jobs stand, counted no further than needed.
 DOCTOR_STATE: Final = """

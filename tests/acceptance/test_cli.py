@@ -663,11 +663,40 @@ def test_a_role_that_may_not_write(make_cli: Callable[..., Shop], cli: Shop, pla
         assert job in reader("jobs").out
         found = reader("cancel", job, "--reason", "x")
         assert (found.code, found.out) == (1, "")
-        assert found.err.startswith("error: [database] PostgreSQL refuses: permission denied")
+        assert found.err.startswith("error: [permission_missing] PostgreSQL refuses (permission denied for table job)")
+        assert f"safe-effects upgrade --grant worker={role}`" in found.err
         assert "secret-word" not in found.err
     finally:
         sql(f"DROP OWNED BY {role}")
         sql(f"DROP ROLE {role}")
+
+
+def test_roles_are_granted_and_revoked(cli: Shop, sql: Sql) -> None:
+    web, eyes = (f"{name}_{uuid4().hex[:8]}" for name in ("web", "eyes"))
+    schema = cli.safe.config.schema
+    for role in (web, eyes):
+        sql(f"CREATE ROLE {role} LOGIN")
+    try:
+        done = cli("upgrade", "--grant", f"producer={web}", "--grant", f"observer={eyes}", "--grant", f"observer={web}")
+        assert done.code == 0
+        assert f"role '{web}' has the rights of observer and producer\n" in done.out
+        assert f"role '{eyes}' has the rights of observer\n" in done.out
+        sees = f"SELECT has_table_privilege('{eyes}', '{schema}.jobs', 'SELECT') AS sees"
+        assert sql(sees) == [{"sees": True}]
+        again = json.loads(cli("upgrade", "--json").out)["roles"]
+        assert {row["role"]: row["kinds"] for row in again} == {web: ["observer", "producer"], eyes: ["observer"]}
+        done = cli("upgrade", "--revoke", eyes)
+        assert f"role '{eyes}' has lost what it had\n" in done.out
+        assert sql(sees) == [{"sees": False}]
+        for wrong in ("observer", "reader=web", "observer= "):
+            assert cli("upgrade", "--grant", wrong).code == 2
+        done = cli("upgrade", "--grant", "observer=nobody-at-all")
+        assert (done.code, done.out) == (1, "")
+        assert done.err.startswith("error: [configuration] there is no role 'nobody-at-all' to grant anything to")
+    finally:
+        for role in (web, eyes):
+            sql(f"DROP OWNED BY {role}")
+            sql(f"DROP ROLE {role}")
 
 
 def test_a_broker_that_is_down_is_a_warning_of_one_line(

@@ -36,7 +36,8 @@ def test_null_is_a_value() -> None:
         (NotFound("there is\nno job"), "not_found", "there is; no job"),
         (psycopg.OperationalError("gone\n\tIs it up?"), "store_unavailable", "gone; Is it up?"),
         (OperationalError("SELECT", {}, psycopg.OperationalError("gone")), "store_unavailable", "gone"),
-        (psycopg.errors.InsufficientPrivilege("permission denied"), "database", "permission denied"),
+        (psycopg.errors.InsufficientPrivilege("permission denied"), "permission_missing", "owns the schema"),
+        (psycopg.errors.DiskFull("no room"), "database", "PostgreSQL refuses: no room"),
         (psycopg.errors.UndefinedTable("no table"), "schema_mismatch", "safe-effects upgrade"),
     ],
 )

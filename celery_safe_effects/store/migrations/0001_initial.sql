@@ -1,6 +1,10 @@
 -- celery-safe-effects: jobs, operations, the append-only log of transitions, and the triggers that guard them.
 -- {schema} is replaced by the configured schema's quoted name.
 -- oldest code: 1
+--
+-- Rights: store/grants.py. Whoever moves a row gets what follows from it (the log, counters, freed slots) written by
+-- triggers in the owner's name (SECURITY DEFINER); so no role but the owner has a right to write the log. Such a function
+-- looks nowhere but in this schema.
 
 CREATE TABLE {schema}.job (
     id                  text PRIMARY KEY CHECK (id <> ''),
@@ -308,6 +312,14 @@ CREATE TABLE {schema}.chord_member (
 );
 CREATE INDEX chord_member_id ON {schema}.chord_member (id);
 
+-- Which roles were granted what, so that an upgrade grants them what it adds.
+CREATE TABLE {schema}.role_grant (
+    role       text NOT NULL,
+    kind       text NOT NULL CHECK (kind IN ('producer', 'worker', 'observer')),
+    granted_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (role, kind)
+);
+
 CREATE TABLE {schema}.known_task (
     name       text PRIMARY KEY,
     updated_at timestamptz NOT NULL DEFAULT clock_timestamp()
@@ -367,7 +379,8 @@ CREATE FUNCTION {schema}.lock_scope(scope text) RETURNS void LANGUAGE sql AS $$
 $$;
 
 -- How many more jobs of a tenant may be queued. Reservations whose transaction never came, or was rolled back, lapse.
-CREATE FUNCTION {schema}.queue_room(of_tenant text, most integer) RETURNS integer LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.queue_room(of_tenant text, most integer) RETURNS integer LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
 DECLARE
     taken integer;
 BEGIN
@@ -417,7 +430,8 @@ BEGIN
 END $$;
 
 -- Wake as many as there are free slots: for a limit that was raised or removed, and for a wake-up that came to nothing.
-CREATE FUNCTION {schema}.wake_free(scope text, given jsonb) RETURNS integer LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.wake_free(scope text, given jsonb) RETURNS integer LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
 DECLARE
     most integer := CASE WHEN starts_with(scope, 'slot/tenant/')
         THEN ({schema}.limits_for(substr(scope, 13), NULL, NULL, given) ->> 'tenant_running')::integer
@@ -551,7 +565,8 @@ BEGIN
     END IF;
 END $$;
 
-CREATE FUNCTION {schema}.job_before_update() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.job_before_update() RETURNS trigger LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
 DECLARE
     who text := coalesce(NEW.actor, session_user);
     ended constant text[] := ARRAY['succeeded', 'failed', 'cancelled'];
@@ -675,7 +690,8 @@ CREATE TRIGGER job_before_update BEFORE UPDATE ON {schema}.job FOR EACH ROW
 
 -- Whoever ends a lease, in whatever way: what was still open is unknown from then on. Here and not in the statements,
 -- since an intent may commit between a statement's snapshot and its lock on the row.
-CREATE FUNCTION {schema}.job_lease_over() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.job_lease_over() RETURNS trigger LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
 BEGIN
     UPDATE {schema}.operation
        SET status = CASE WHEN repeatable THEN 'not_happened' ELSE 'unknown' END,
@@ -691,7 +707,8 @@ CREATE TRIGGER job_lease_over AFTER UPDATE ON {schema}.job FOR EACH ROW
     EXECUTE FUNCTION {schema}.job_lease_over();
 
 -- A limited slot is free again, whoever freed it: the job that has waited longest for it is due.
-CREATE FUNCTION {schema}.job_frees_slots() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.job_frees_slots() RETURNS trigger LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
 BEGIN
     PERFORM {schema}.wake(scope, 1) FROM unnest(OLD.slots) AS scope;
     RETURN NULL;
@@ -701,7 +718,8 @@ CREATE TRIGGER job_frees_slots AFTER UPDATE ON {schema}.job FOR EACH ROW
     WHEN (OLD.status IN ('leased', 'running') AND NEW.status NOT IN ('leased', 'running') AND OLD.slots IS NOT NULL)
     EXECUTE FUNCTION {schema}.job_frees_slots();
 
-CREATE FUNCTION {schema}.job_after_insert() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.job_after_insert() RETURNS trigger LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
 BEGIN
     IF NEW.status <> 'queued' AND NOT (NEW.status = 'unknown' AND NEW.reason = 'row_missing') THEN
         RAISE EXCEPTION 'job % cannot begin as %', NEW.id, NEW.status USING ERRCODE = 'SE001';
@@ -728,7 +746,8 @@ END $$;
 CREATE TRIGGER job_before_delete BEFORE DELETE ON {schema}.job FOR EACH ROW
     EXECUTE FUNCTION {schema}.job_before_delete();
 
-CREATE FUNCTION {schema}.operation_before_update() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.operation_before_update() RETURNS trigger LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
 DECLARE
     who text := coalesce(NEW.actor, session_user);
 BEGIN
@@ -772,7 +791,8 @@ CREATE TRIGGER operation_before_update BEFORE UPDATE ON {schema}.operation FOR E
 
 -- The job's counters follow its operations, and a job whose last question is answered moves on: to its pending end,
 -- to the end that a whole-body operation is, or back to the queue for a replay.
-CREATE FUNCTION {schema}.operation_after() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.operation_after() RETURNS trigger LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
 DECLARE
     j {schema}.job;
     was text := CASE WHEN TG_OP = 'UPDATE' THEN OLD.status ELSE '' END;
@@ -850,7 +870,8 @@ CREATE TRIGGER operation_after_update AFTER UPDATE ON {schema}.operation FOR EAC
     WHEN (OLD.status IS DISTINCT FROM NEW.status)
     EXECUTE FUNCTION {schema}.operation_after();
 
-CREATE FUNCTION {schema}.operation_doubled() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.operation_doubled() RETURNS trigger LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
 BEGIN
     INSERT INTO {schema}.tally (name) VALUES ('double_effects');
     RETURN NULL;
@@ -872,7 +893,8 @@ CREATE TRIGGER job_counters_are_derived BEFORE UPDATE ON {schema}.job FOR EACH R
                                      IS DISTINCT FROM (NEW.open_ops, NEW.unknown_ops, NEW.asking_ops, NEW.operations))
     EXECUTE FUNCTION {schema}.job_counters_are_derived();
 
-CREATE FUNCTION {schema}.operation_before_delete() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.operation_before_delete() RETURNS trigger LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
 BEGIN
     IF EXISTS (SELECT FROM {schema}.job WHERE id = OLD.job_id AND status NOT IN ('succeeded', 'failed', 'cancelled')) THEN
         RAISE EXCEPTION 'operation % belongs to a job that has not ended', OLD.key USING ERRCODE = 'SE001';
@@ -883,7 +905,8 @@ END $$;
 CREATE TRIGGER operation_before_delete BEFORE DELETE ON {schema}.operation FOR EACH ROW
     EXECUTE FUNCTION {schema}.operation_before_delete();
 
-CREATE FUNCTION {schema}.transition_is_append_only() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.transition_is_append_only() RETURNS trigger LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
 BEGIN
     IF TG_OP = 'DELETE' THEN
         IF NOT EXISTS (SELECT FROM {schema}.job WHERE id = OLD.job_id) THEN
@@ -897,6 +920,17 @@ CREATE TRIGGER transition_is_append_only BEFORE UPDATE OR DELETE ON {schema}.tra
     EXECUTE FUNCTION {schema}.transition_is_append_only();
 CREATE TRIGGER transition_is_not_truncated BEFORE TRUNCATE ON {schema}.transition FOR EACH STATEMENT
     EXECUTE FUNCTION {schema}.transition_is_append_only();
+
+-- The log of jobs that are gone goes with them; of others, the trigger keeps it.
+CREATE FUNCTION {schema}.prune_log(of_jobs text[]) RETURNS bigint LANGUAGE plpgsql
+SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
+DECLARE
+    pruned bigint;
+BEGIN
+    DELETE FROM {schema}.transition WHERE job_id = ANY (of_jobs);
+    GET DIAGNOSTICS pruned = ROW_COUNT;
+    RETURN pruned;
+END $$;
 
 CREATE VIEW {schema}.jobs AS
 SELECT id, task, status, reason, tenant, pool, queue, idempotency_key, parent_id, attempts, fence, lease_owner,
