@@ -94,6 +94,7 @@ _OF_OBSERVERS: Final[_Tables] = {
     "worker": {"SELECT": ALL},
     "folded": {"SELECT": ALL},
     "tally": {"SELECT": ALL},
+    "epoch": {"SELECT": ALL},
     "job_seq_seq": {"SELECT": ALL},
 }
 
@@ -166,7 +167,7 @@ FUNCTIONS: Final = {
 _BY_KIND: Final = {
     (PRODUCER, WORKER, OBSERVER): "SCHEMA_VERSION IDENTITY KNOWN_TASK LIMITS METRICS_BEGIN DOCTOR_DATABASE DOCTOR_TASKS"
     " DOCTOR_RIGHTS WRITTEN_BY METRICS_DEPTHS",
-    (): "ROLES",  # the owner's
+    (): "ROLES NEW_EPOCH",  # the owner's
     (
         PRODUCER,
         WORKER,
@@ -174,13 +175,14 @@ _BY_KIND: Final = {
     " POST_DUE COUNT STORED REAP_RESERVATIONS",
     (OBSERVER, WORKER): "VIEW_JOBS VIEW_OPERATIONS VIEW_TRANSITIONS VIEW_OVERVIEW USE WORKERS_SEEN METRICS_QUEUES"
     " METRICS_USE METRICS_LIVE METRICS_UNKNOWN METRICS_PARKED METRICS_WAITING METRICS_COUNTERS"
-    " METRICS_MAINTENANCE METRICS_WORKERS METRICS_REST DOCTOR_STATE DOCTOR_LONGEST DOCTOR_EFFECTS",
+    " METRICS_MAINTENANCE METRICS_WORKERS METRICS_REST DOCTOR_STATE DOCTOR_LONGEST DOCTOR_EFFECTS"
+    " EPOCH",
     (WORKER,): "WAKE_FREE PROMOTE EXPRESS WOKEN SET_LIMITS CLAIM CLAIM_BODY JOB MISSING INSERT_MISSING RECORDED"
     " INTENT_OF OPERATION INTENT INTENT_REPEATABLE OUTCOME OUTCOME_ASYNC LATE_OUTCOME LEAVE BODY_PENDING WENT_ON"
     " MORE_ATTEMPTS CHECKPOINT RENEW TELL SETTLE SWEEP_LEASES LOST READING READ UNREAD SWEEP_DYING LOOKS LOOK ASTRAY"
     " HELD RECONCILE_DUE VERDICT ABSENT POLICY ASK_AT RESUME SENDERS_HERE GONE CANCEL REVOKE REVOKE_STAMPED RETRY PRUNE"
     " PRUNE_LOG PRUNE_TOMBSTONES MAINTENANCE_BEGIN MAINTENANCE_END WORKER_SEEN STAND_IN WATCH FOLD WORKER_STOPPED"
-    " WORKER_PAUSED LEARN_TASKS UNLEARN_TASKS",
+    " WORKER_PAUSED LEARN_TASKS UNLEARN_TASKS PARK_RESTORED REPUBLISH_LANES REPUBLISH",
 }
 STATEMENTS: Final[dict[str, tuple[str, ...]]] = {
     name: kinds for kinds, names in _BY_KIND.items() for name in names.split()
@@ -191,12 +193,11 @@ STATEMENTS: Final[dict[str, tuple[str, ...]]] = {
 def needed(statement: str, role: str) -> str:
     """What a role needs for a statement, in words, with the command that grants it."""
     kinds = STATEMENTS[statement]
-    command = "`celery -A yourproject safe-effects upgrade"
     if not kinds:
-        return f"only the schema's owner may do this, and the role {role!r} is not: run {command}` as the owner"
+        return f"only the schema's owner may do this, and the role {role!r} is not: do it with the owner's URL"
     return (
         f"this takes the rights of {' or '.join(kinds)}, which the role {role!r} does not have; as the schema's owner, "
-        f"run {command} --grant {kinds[0]}={role}`"
+        f"run `celery -A yourproject safe-effects upgrade --grant {kinds[0]}={role}`"
     )
 
 
