@@ -20,7 +20,7 @@ from celery.result import GroupResult
 
 from .. import canonical
 from ..engine import failures
-from ..errors import AcceptanceUnknown, AdmissionRejected, IdempotencyConflict
+from ..errors import AcceptanceUnknown, AdmissionRejected, IdempotencyConflict, PermissionMissing
 from ..states import JobStatus
 from ..store.hot import STORE_ERRORS
 from .batch import Chord
@@ -174,6 +174,9 @@ class Chords:
             return
         try:
             self.publisher.safe.store.rows("CHORD_DONE", ids=list(chord_ids))
+        except PermissionMissing:
+            # A producer's role: what it sends without a header is out, and was never written down.
+            logger.debug("the bodies of chords %s are left to the workers", ", ".join(chord_ids))
         except STORE_ERRORS:
             logger.warning("the bodies of chords %s will be sent once more", ", ".join(chord_ids), exc_info=True)
 
