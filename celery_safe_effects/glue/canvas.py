@@ -197,7 +197,11 @@ def hand_on(app: Any, message: Message) -> bool:
         MARK: getattr(sender.request, MARK, None),
     }
     task = app.tasks[ACCUMULATE]
-    build_tracer(ACCUMULATE, task, app=app, hostname=sender.request.hostname)(headers["id"], args, kwargs, request)
+    trace = build_tracer(ACCUMULATE, task, app=app, hostname=sender.request.hostname)
+    value, error, *_ = trace(headers["id"], args, kwargs, request)
+    safe = app.__dict__.get("_safe_effects")
+    if safe is not None and error is None and request["chord"]:
+        safe.publisher.chords.became(headers["id"], value)
     return True
 
 

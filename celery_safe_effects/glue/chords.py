@@ -20,13 +20,14 @@ from celery.result import GroupResult
 
 from .. import canonical
 from ..engine import failures
-from ..errors import AcceptanceUnknown, AdmissionRejected, IdempotencyConflict, PermissionMissing
+from ..errors import IdempotencyConflict, PermissionMissing
 from ..states import JobStatus
 from ..store.hot import STORE_ERRORS
 from .batch import Chord
 from .continuations import BODY_OF
 from .envelope import Envelope
-from .wire import BROKER_ERRORS, Message
+from .errbacks import LATER
+from .wire import Message
 
 if TYPE_CHECKING:
     from .acceptance import Run
@@ -37,8 +38,6 @@ logger = logging.getLogger(__name__)
 BATCH: Final = 100
 SLOWEST: Final = 8
 """A chord is looked at less and less often, down to once in so many times the grace."""
-LATER: Final = (*STORE_ERRORS, AcceptanceUnknown, AdmissionRejected, *BROKER_ERRORS)
-"""What keeps a body from being sent now, and not for ever."""
 NO_MEMBERS: Final = ("Callback error", "Join error", "TimeoutError", "chord_unlock could not be retried")
 """Begin Celery's errors of chords in which perhaps no member has failed: Celery itself could not do its part."""
 
@@ -153,18 +152,20 @@ class Chords:
                 before=[json.dumps(before) for _, before in members],
             )
 
-    def add(self, chord_id: str, member: str) -> bool:
-        """Write down a member that a body adds.
+    def add(self, chord_id: str, result: Any) -> None:
+        """Let Celery count a member that a running body adds, and write it down: once, however often the body runs.
 
-        Returns:
-            whether Celery counts it already.
+        A crash in between makes Celery count it twice, so that its count is never reached; then the sweep sends the
+        chord's body.
+
+        Raises:
+            NotImplementedError: the result backend cannot count it.
         """
-        row = self.publisher.safe.store.row("CHORD_ADD", id=chord_id, member=member)
-        return bool(row and row.counted)
-
-    def counted(self, chord_id: str, member: str) -> None:
-        """Celery counts a member that a body added; losing this counts it twice, and the sweep sends the body."""
-        self.publisher.safe.store.rows("CHORD_COUNTED", id=chord_id, member=member)
+        store = self.publisher.safe.store
+        (member, _), *_ = _leaves(result)
+        if not store.rows("CHORD_HAS", id=chord_id, member=member)[0].known:
+            self.app.backend.add_to_chord(chord_id, result)
+            store.rows("CHORD_ADD", id=chord_id, member=member)
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 

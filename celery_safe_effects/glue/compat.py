@@ -45,6 +45,7 @@ RELIED_UPON: Final = (
     Reliance("celery.canvas", "_chord", "canvas: accepted whole"),
     Reliance("celery.canvas:_chord", "run", "chords: written down with their members"),
     Reliance("celery.backends.base:Backend", "chord_error_from_stack", "chords: what Celery tells a body's errbacks"),
+    Reliance("celery.backends.base:Backend", "_call_task_errbacks", "errbacks: jobs, not calls"),
     Reliance("kombu.connection:Connection", "_reraise_as_library_errors", "wire: what a lost broker raises"),
     Reliance("celery.local:Proxy", "_get_current_object", "publish: the task behind current_task"),
     Reliance("celery.app.task:Task", "_get_app", "task: the app's SafeEffects"),

@@ -44,6 +44,7 @@ from . import routing
 from .acceptance import Run, time_of
 from .batch import Batch
 from .envelope import MARK, OPAQUE, Envelope, Mark, arguments_digest, is_marked
+from .errbacks import called_with
 from .trace import END, End, storable
 from .wire import Message
 
@@ -693,7 +694,7 @@ class Execution:
         original = task.__dict__.get("_orig_run")
         if original is None:
             job.in_body = True
-            return task._invoke(*self.args, **self.kwargs)
+            return task._invoke(*called_with(self.args), **self.kwargs)
         if not getattr(original, "_safe_effects_tracked", False):
 
             def tracked(*args: Any, **kwargs: Any) -> Any:
@@ -708,7 +709,7 @@ class Execution:
 
             tracked._safe_effects_tracked = True  # type: ignore[attr-defined]
             task._orig_run = tracked
-        return task._invoke(*self.args, **self.kwargs)
+        return task._invoke(*called_with(self.args), **self.kwargs)
 
     def _pend(self, job: ActiveJob, status: str, end: _Conclusion) -> bool:
         rows = self._insist("BODY_PENDING", until=job.held.trusted, **self._pending(job, status, end))

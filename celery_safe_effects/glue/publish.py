@@ -36,7 +36,7 @@ from ..errors import (
 from ..states import JobStatus
 from ..store.enlist import enlist
 from ..store.hot import STORE_ERRORS
-from . import canvas, chords, mapped, routing
+from . import canvas, chords, errbacks, mapped, routing
 from .acceptance import ACCEPT_TRIES, Acceptance, AlreadyAccepted, Candidate, Door, Run, Verdict, time_of
 from .batch import Batch, Gathered, gathering, stored
 from .continuations import UNLOCK, Continuations
@@ -87,6 +87,7 @@ class Publisher:
         """Wrap ``app.send_task`` and ``app.amqp.send_task_message``, whichever of them exist already."""
         canvas.install()
         chords.install()
+        errbacks.install()
         app = self.app
         send_task = app.send_task
 

@@ -319,6 +319,21 @@ class SafeTask(Task):
             job.replacement = batch
             raise
 
+    def add_to_chord(self, sig: Any, lazy: bool = False) -> Any:
+        """As Celery's. A body that runs again adds the same member, which is counted once.
+
+        Raises:
+            ValueError: this job is no member of a chord.
+            NotImplementedError: the result backend cannot do it; Celery's own does so on Redis alone.
+        """
+        job = current.job()
+        request = self.request
+        if job is None or job.id != request.id or not request.chord:
+            return super().add_to_chord(sig, lazy)
+        sig.set(group_id=request.group, group_index=request.group_index, chord=request.chord, root_id=request.root_id)
+        self.safe_effects.publisher.chords.add(request.group, sig.freeze())
+        return sig if lazy else sig.delay()
+
     def map(self, it: Any) -> Any:
         """As Celery's: one job that calls the task with each item. Its steps begin with the item's index."""
         return mapped.signature(self, ([item] for item in it))

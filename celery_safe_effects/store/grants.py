@@ -122,7 +122,7 @@ _OF_WORKERS: Final[_Tables] = {
         "DELETE": ALL,
     },
     "chord": {"SELECT": ALL, "UPDATE": "next_check_at checks", "DELETE": ALL},
-    "chord_member": {"SELECT": ALL, "INSERT": "counted", "UPDATE": "counted outcome", "DELETE": ALL},
+    "chord_member": {"SELECT": ALL, "INSERT": "added", "UPDATE": "outcome", "DELETE": ALL},
     # The UPDATE of tombstone and tally is what FOR UPDATE asks for.
     "tombstone": {
         "INSERT": "id tenant idempotency_key task args_digest status",
@@ -188,7 +188,7 @@ _BY_KIND: Final = {
     " HELD RECONCILE_DUE VERDICT ABSENT POLICY ASK_AT RESUME SENDERS_HERE GONE CANCEL REVOKE REVOKE_STAMPED RETRY PRUNE"
     " PRUNE_LOG PRUNE_TOMBSTONES MAINTENANCE_BEGIN MAINTENANCE_END WORKER_SEEN STAND_IN WATCH FOLD WORKER_STOPPED"
     " WORKER_PAUSED LEARN_TASKS UNLEARN_TASKS PARK_RESTORED REPUBLISH_LANES REPUBLISH"
-    " CHORD_ADD CHORD_COUNTED CHORD_OUTCOME CHORD_DONE CHORDS_DUE CHORD_MEMBERS CHORD_GIVEN_UP PRUNE_CHORDS",
+    " CHORD_ADD CHORD_HAS CHORD_OUTCOME CHORD_DONE CHORDS_DUE CHORD_MEMBERS CHORD_GIVEN_UP PRUNE_CHORDS",
 }
 STATEMENTS: Final[dict[str, tuple[str, ...]]] = {
     name: kinds for kinds, names in _BY_KIND.items() for name in names.split()

@@ -1138,15 +1138,16 @@ SELECT c.id, m.id, ARRAY(SELECT json_array_elements_text(m.before::json))
   FROM c, unnest(%(members)s::text[], %(before)s::text[]) WITH ORDINALITY AS m (id, before, n) ORDER BY m.n
 ON CONFLICT DO NOTHING RETURNING id
 """
-# A member that a body adds, before Celery counts it and before it is sent: once, however often the body runs.
-CHORD_ADD: Final = """
-INSERT INTO {s}.chord_member AS m (chord_id, id, before, counted)
-SELECT c.id, %(member)s, '{}', false FROM {s}.chord c WHERE c.id = %(id)s
-ON CONFLICT (chord_id, id) DO UPDATE SET counted = m.counted RETURNING m.counted
+# A member that a body adds, once Celery counts it and before it is sent. Of a chord that nobody wrote down, its own row
+# tells.
+CHORD_HAS: Final = """
+SELECT EXISTS (SELECT FROM {s}.chord_member m WHERE m.chord_id = %(id)s AND m.id = %(member)s)
+    OR EXISTS (SELECT FROM {s}.job j WHERE j.id = %(member)s) AS known
 """
-CHORD_COUNTED: Final = """
-UPDATE {s}.chord_member m SET counted = true WHERE m.chord_id = %(id)s AND m.id = %(member)s
-RETURNING m.id, {async} AS a
+CHORD_ADD: Final = """
+INSERT INTO {s}.chord_member (chord_id, id, before, added)
+SELECT c.id, %(member)s, '{}', true FROM {s}.chord c WHERE c.id = %(id)s
+ON CONFLICT DO NOTHING RETURNING id
 """
 # The result of a member that its own row does not tell.
 CHORD_OUTCOME: Final = """
@@ -1182,7 +1183,7 @@ SELECT l.id, CASE WHEN r.ready THEN l.envelope END AS envelope, r.ready,
        AND t.at < clock_timestamp() - %(grace)s::float8 * interval '1 second' AS ready) r
 """
 CHORD_MEMBERS: Final = """
-SELECT m.id, m.outcome::text AS outcome, m.counted IS NOT NULL AS added, j.status, j.reason, j.outcome_ref,
+SELECT m.id, m.outcome::text AS outcome, m.added, j.status, j.reason, j.outcome_ref,
        j.result::text AS result, j.error::text AS error, b.id AS failed_before, b.error AS error_before
   FROM {s}.chord_member m
   LEFT JOIN {s}.job j ON j.id = m.id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
@@ -65,6 +66,7 @@ def parked(site: Site, customer: str) -> Any:
 def decide(site: Site, member: Any) -> str:
     """The verdict; what the member will then return."""
     key = f"{member.options['task_id']}:1"
+    site.ends(site.app.AsyncResult(member.options["task_id"]), "unknown")
     ref = str(site.provider.ledger(key=key)[0]["ref"])
     site.safe.resolve(key, Happened(ref), "ann", "asked the provider")
     return ref
@@ -195,3 +197,90 @@ def test_a_chord_outlives_the_retention_of_its_members(site: Site) -> None:
     ] == [result.parent[0].id]
     ref = decide(site, member)
     eventually(lambda: ran(site, name) == [repr([name, [1, ref]])], 30, message="the body ran")
+
+
+@pytest.mark.parametrize("forgets", [True, False], ids=["forgotten", "known"])
+@pytest.mark.parametrize("dies", [True, False], ids=["runs twice", "runs once"])
+def test_a_member_that_adds_another(site: Site, dies: bool, forgets: bool) -> None:
+    """One more member, one more result, one body; where a result backend cannot do it, the member says so."""
+    name = str(uuid4())
+    waiting = parked(site, name)
+    member = s(site, "adds", "own", "added", dies)
+    result = chord([member, waiting], s(site, "collect", named=name)).apply_async()
+    adder = result.parent[0]
+    if site.conf["result_backend"].startswith("db+"):
+        assert site.ends(adder, "failed")["last_error"].startswith("NotImplementedError")
+        decide(site, waiting)
+        over(site, result.parent.id)
+        assert ran(site, name) == []
+        return
+    assert site.ends(adder)["attempts"] == (2 if dies else 1)
+    (added,) = site.sql("SELECT id FROM jobs WHERE parent_id = %s", adder.id)
+    settled(site, adder, added["id"])
+    if forgets:
+        forget(site)
+    else:
+        backend = site.app.backend
+        assert int(backend.client.get(backend.get_key_for_group(result.parent.id, ".t"))) == 1
+    assert ran(site, name) == []
+    ref = decide(site, waiting)
+    over(site, result.parent.id)
+    (argument,) = eventually(lambda: ran(site, name), 30, message="the body ran")
+    given = argument.removeprefix(f"['{name}', ")
+    assert all(repr(value) in given for value in ("own", "added", ref)), given
+    assert given.count(",") == 2, given
+
+
+REPLACEMENTS = ["task", "plain", "chain", "group", "chord"]
+ALONE = ("plain", True)
+"""A plain task's result is in the result backend alone."""
+
+
+@pytest.mark.parametrize(
+    ("by", "forgets"), [(by, forgets) for by in REPLACEMENTS for forgets in (False, True) if (by, forgets) != ALONE]
+)
+def test_a_member_that_something_takes_the_place_of(site: Site, by: str, forgets: bool) -> None:
+    name = str(uuid4())
+    waiting = parked(site, name)
+    result = chord([s(site, "replaced", by, "own"), waiting], s(site, "collect", named=name)).apply_async()
+    member = result.parent[0]
+    eventually(lambda: site.app.AsyncResult(member.id).state == "SUCCESS", 30, message="the replacement ended")
+    settled(site, member.id)
+    if forgets:
+        forget(site)
+    ref = decide(site, waiting)
+    own = {"task": "own", "plain": "own", "chain": ["own", "after"], "group": ["own", "other"]}.get(
+        by, ["own", "other"]
+    )
+    over(site, result.parent.id)
+    eventually(lambda: ran(site, name) == [repr([name, [own, ref]])], 30, message="the body ran")
+
+
+ERRBACKS = ["explain", "plain_explain"]
+
+
+@pytest.mark.parametrize("errback", ERRBACKS)
+@pytest.mark.parametrize("of", ["task", "chord", "chain"])
+def test_errbacks_that_get_all_that_celery_knows(site: Site, errback: str, of: str) -> None:
+    """A SafeTask is a job, which is told the same as a plain one that Celery calls."""
+    name = str(uuid4())
+    last = s(site, errback, named=name)
+    bad = s(site, "part", "bad")
+    if of == "task":
+        result = bad.apply_async(link_error=last)
+        failed, task, text = result.id, "tests.part", "bad"
+    elif of == "chain":
+        result = chain(s(site, "part", "bad").on_error(last), s(site, "part", "x")).apply_async()
+        failed, task, text = result.parent.id, "tests.part", "bad"
+    else:
+        body = s(site, "collect", named=name).on_error(last)
+        result = chord([bad, s(site, "part", 1)], body).apply_async()
+        failed, task, text = result.id, "", ""
+        over(site, result.parent.id)
+    (argument,) = eventually(lambda: ran(site, name), 30, message="the errback ran")
+    said = ast.literal_eval(argument)
+    assert said[:2] == [name, failed]
+    assert said[2].startswith(task)
+    assert (said[3], said[4].startswith(text)) == ("Bad" if of != "chord" else "ChordError", True), said
+    jobs = site.sql("SELECT status, parent_id FROM jobs WHERE task = 'tests.explain' AND parent_id = %s", failed)
+    assert jobs == ([{"status": "succeeded", "parent_id": failed}] if errback == "explain" else [])

@@ -306,8 +306,8 @@ CREATE TABLE {schema}.chord_member (
     chord_id text NOT NULL REFERENCES {schema}.chord ON DELETE CASCADE,
     id       text NOT NULL,
     before   text[] NOT NULL,  -- the steps that lead to it
-    counted  boolean,          -- of a member that was added later: whether Celery counts it, too
-    outcome  json,             -- of a member whose own row does not say it
+    added    boolean NOT NULL DEFAULT false,  -- by a running body
+    outcome  json,  -- of a member whose own row does not say it
     PRIMARY KEY (chord_id, id)
 );
 CREATE INDEX chord_member_id ON {schema}.chord_member (id);
