@@ -45,6 +45,15 @@ def test_celery_s_native_delays_are_for_plain_tasks(site: Site) -> None:
     site.safe.cancel(job.id, "seen")
 
 
+def test_priorities_are_harmless(site: Site) -> None:
+    """What such a queue makes of them is the broker's; they are kept, and hold up nothing."""
+    sent = [site.send("notes", f"any {priority}", priority=priority) for priority in (0, 9, 255)]
+    for result in sent:
+        site.ends(result)
+    rows = site.sql("SELECT priority FROM job WHERE id = ANY (%s) ORDER BY priority", [one.id for one in sent])
+    assert [row["priority"] for row in rows] == [0, 9, 255]
+
+
 @pytest.mark.slow
 def test_a_delivery_limit(site: Site) -> None:
     """The broker drops a message that was delivered too often; the job goes on until its own attempts are used up."""

@@ -171,3 +171,22 @@ def wait_key(provider: Provider, key: str) -> None:
 
 def job_count(sql: Sql, status: str) -> int:
     return int(sql("SELECT count(*) AS n FROM jobs WHERE status = %s", status)[0]["n"])
+
+
+def test_a_time_limit_of_a_greenlet(
+    app: Celery, workers: Workers, provider: Provider, sql: Sql, request: pytest.FixtureRequest
+) -> None:
+    """Between effects it ends the attempt; inside one the job is parked, and what happened is found."""
+    needs_pool(request, "gevent")
+    workers("a", pool="gevent", concurrency=4)
+    provider.control(kind="charge", delay_after=3, times=1)
+    inside = app.tasks["tests.charge"].apply_async(("cus_1", 500), time_limit=1)
+    between = app.tasks["tests.sleep"].apply_async((60,), time_limit=1, max_attempts=1)
+    ended = wait_status(sql, between.id, "failed", timeout=20)
+    assert (ended["attempts"], ended["reason"]) == (1, "max_attempts")
+    assert "Timeout" in ended["last_error"]
+    wait_status(sql, inside.id, "succeeded", timeout=30)
+    assert "job running > unknown #1 (outcome_unknown)" in log(sql, inside.id)
+    assert_ledger(provider, sql, inside.id)
+    eventually(lambda: (inside.state, between.state) == ("SUCCESS", "FAILURE"), 10)
+    assert_invariants(sql, provider)
