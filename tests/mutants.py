@@ -72,7 +72,7 @@ MUTANTS = (
         STATEMENTS,
         "AND j.status = 'queued' AND j.generation = %(generation)s\n       AND set_config",
         "AND j.status = 'queued'\n       AND set_config",
-        ("tests/integration/test_replace.py",),
+        (EXACT, "tests/integration/test_replace.py"),
     ),
     Mutant(
         "claim: fingerprint",
