@@ -115,6 +115,18 @@ def add_tasks(app: Celery) -> None:
         """What its message is stamped with."""
         return {name: self.request.stamps.get(name) for name in self.request.stamped_headers or ()}
 
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.stamped_charge", effects=[tasks.charge_plain])
+    def stamped_charge(self: Any, customer: str) -> Any:
+        """The same, after an effect that may park it."""
+        tasks.charge_plain(customer, 5)
+        return {name: self.request.stamps.get(name) for name in self.request.stamped_headers or ()}
+
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.item", effects=[tasks.refund])
+    def item(self: Any, name: str, number: int = 0) -> Any:
+        """One of the items of a map."""
+        tasks.refund(f"{name}:{number}")
+        return number
+
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.family", effects=[])
     def family(self: Any, many: int) -> Any:
         """Sends children, and says whose child it is."""
