@@ -7,13 +7,16 @@ never held as long as a caller's transaction is open.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
+import psycopg
+
 from .. import canonical
-from ..errors import AdmissionRejected, ConfigurationError, PayloadTooLarge
+from ..errors import AdmissionRejected, ConfigurationError, PayloadTooLarge, SafeEffectsError
 from ..limits import Limits
 from ..store.hot import Row, Store
 
@@ -114,6 +117,11 @@ class Admission:
         """
         columns = {name: [one[name] for one in wanted] for name in ("id", "tenant", "task", "key", "limits")}
         return {row.job_id for row in self.store.rows("RESERVE", lapse=LAPSE, **columns)}
+
+    def release(self, ids: Collection[str]) -> None:
+        """Give back places that were kept in vain; losing this costs them until they lapse."""
+        with contextlib.suppress(SafeEffectsError, psycopg.Error):
+            self.store.rows("UNRESERVE", ids=list(ids))
 
     def store_limits(self, limits: Limits | None, *, tenant: str | None, task: str | None, actor: str) -> None:
         """Store the limits of a scope, or remove them.

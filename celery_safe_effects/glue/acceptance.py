@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -50,8 +51,18 @@ LOCK_TIMEOUT: Final = "2s"
 """How long a call waits for an id or a key that another's open transaction holds."""
 LOCK_TIMEOUT_OF_MANY: Final = "200ms"
 """The same in a batch, in which others wait, too."""
+PATIENCE: Final = 2.0
+PATIENCE_OF_MANY: Final = 0.2
 PATIENCE_WITH_KEYS: Final = 5.0
 """Seconds that a batch spends on finding out which of its keys are held."""
+LOCK_TIMEOUT_ENLISTED: Final = "1ms"
+PATIENCE_ENLISTED: Final = 0.5
+"""Inside a caller's transaction: seconds in which a call asks again for keys that are held. It does not wait for them
+in the database, where another caller, that waits for this one, would be in a deadlock with it."""
+ASK_AGAIN: Final = 0.02
+MOST_KEYS: Final = 64
+"""Keys of one call that are asked for so; each takes a place in the server's table of locks. Those of more are found to
+be held by the lock's time limit."""
 
 Run = Callable[..., list[Any]]
 """Runs a statement by its name: in a transaction of its own, in a larger one, or in a caller's."""
@@ -241,7 +252,8 @@ class Acceptance:
     def ask(self, candidates: Sequence[Candidate], door: Door, *, tries: int = ACCEPT_TRIES) -> list[Verdict]:
         """The database's part of :meth:`accept`, which may run beside its caller."""
         wait = LOCK_TIMEOUT if len(candidates) == 1 else LOCK_TIMEOUT_OF_MANY
-        give_up = clock() + PATIENCE_WITH_KEYS
+        patience = PATIENCE if len(candidates) == 1 else PATIENCE_WITH_KEYS
+        give_up = clock() + (patience if door.enlisted is None else PATIENCE_ENLISTED)
         return _in_order(candidates, functools.partial(self._ask, door, tries=tries, wait=wait, give_up=give_up))
 
     def tell(self, candidates: Sequence[Candidate], verdicts: list[Verdict], door: Door) -> list[Verdict]:
@@ -265,7 +277,7 @@ class Acceptance:
         sent = False
         for attempt in range(tries):
             try:
-                return self._statement(self._run(door), door, candidates, wait, sent)
+                return self._statement(self._run(door), door, candidates, wait, sent, give_up)
             except (psycopg.errors.LockNotAvailable, psycopg.DataError) as exc:
                 busy = isinstance(exc, psycopg.errors.LockNotAvailable)
                 if len(candidates) == 1 or (busy and clock() >= give_up):
@@ -314,7 +326,8 @@ class Acceptance:
         for attempt in range(ACCEPT_TRIES):
             try:
                 with self._unit(door) as run:
-                    ask = functools.partial(self._statement, run, door, wait=LOCK_TIMEOUT, sent=sent)
+                    give_up = clock() + PATIENCE_ENLISTED
+                    ask = functools.partial(self._statement, run, door, wait=LOCK_TIMEOUT, sent=sent, give_up=give_up)
                     found = _in_order(candidates, ask)
                     for candidate, verdict in zip(candidates, found, strict=True):
                         self._must_stand(candidate, verdict)
@@ -351,14 +364,40 @@ class Acceptance:
             with door.enlisted.whole():
                 yield self._run(door)
 
-    def _statement(self, run: Run, door: Door, candidates: list[Candidate], wait: str, sent: bool) -> list[Verdict]:
+    def _statement(
+        self, run: Run, door: Door, candidates: list[Candidate], wait: str, sent: bool, give_up: float
+    ) -> list[Verdict]:
         """One row or many in one statement; then, only for those that it did not take, why."""
+        busy, _ = self._busy(run, candidates, give_up) if door.enlisted is not None else (set(), False)
+        free = [candidate for candidate in candidates if candidate.id not in busy]
+        found = iter(self._taken(run, door, free, wait, sent, give_up) if free else ())
+        return [_refused(one, _key_is_busy()) if one.id in busy else next(found) for one in candidates]
+
+    @staticmethod
+    def _busy(run: Run, candidates: list[Candidate], give_up: float) -> tuple[set[str], bool]:
+        """Whose keys another caller's transaction holds, asked until it is time to give up; and whether any was."""
+        asked = [candidate for candidate in candidates if candidate.key is not None]
+        again = False
+        while asked and len(asked) <= MOST_KEYS:
+            columns = {name: [candidate.params[name] for candidate in asked] for name in ("tenant", "key")}
+            ours = {row.n for row in run("TAKE_KEYS", **columns)}
+            asked = [candidate for n, candidate in enumerate(asked) if n not in ours]
+            if not asked or clock() >= give_up:
+                return {candidate.id for candidate in asked}, again
+            again = True
+            time.sleep(ASK_AGAIN)
+        return set(), again
+
+    def _taken(
+        self, run: Run, door: Door, candidates: list[Candidate], wait: str, sent: bool, give_up: float,
+        last: bool = False,
+    ) -> list[Verdict]:  # fmt: skip
         config = self.safe.config
         once = {
             "actor": door.actor,
             "admitted": door.admitted,
             "enlisted": door.enlisted is not None,
-            "patience": wait,
+            "patience": wait if door.enlisted is None else LOCK_TIMEOUT_ENLISTED,
             "lead": config.sweep_interval,
             # An enlisted job is due as soon as its commit makes it visible.
             "due": door.due if door.enlisted is None else 0.0,
@@ -371,12 +410,28 @@ class Acceptance:
         others = [candidate for candidate in candidates if candidate.id not in accepted]
         holders = self._holders(run, others) if others else {}
         unheld = [candidate for candidate in others if candidate.id not in holders]
+        if unheld and door.enlisted is None and len(candidates) == 1:
+            # The last of a batch waits no longer than the rest of it.
+            until = give_up if wait == LOCK_TIMEOUT else min(give_up, clock() + PATIENCE_OF_MANY)
+            busy, again = self._busy(run, unheld, until)
+            if busy:
+                return [_refused(unheld[0], _key_is_busy())]
+            if again or (not last and unheld[0].key is not None and not self._is_full(unheld[0], door)):
+                # Whoever held it has ended, meanwhile or just now.
+                return self._taken(run, door, candidates, wait, sent, give_up, last=not again)
         if unheld and door.enlisted is not None and not door.admitted:
             free = self.safe.admission.reserve([candidate.params for candidate in unheld])
             kept = _columns([candidate for candidate in unheld if candidate.id in free])
             if free:
-                rows = run("ACCEPT_RESERVED", **kept, **once)
+                try:
+                    rows = run("ACCEPT_RESERVED", **kept, **once)
+                except psycopg.Error:
+                    self.safe.admission.release(free)
+                    raise
                 accepted.update((row.id, row) for row in rows)
+                # Another's transaction may have held the key, and have ended since.
+                late = [candidate for candidate in unheld if candidate.id in free and candidate.id not in accepted]
+                holders.update(self._holders(run, late) if late else {})
         verdicts = []
         refusals: dict[str, Exception | None] = {}
         for candidate in candidates:
@@ -388,6 +443,10 @@ class Acceptance:
             else:
                 verdicts.append(_refused(candidate, self._why(candidate, door, refusals)))
         return verdicts
+
+    def _is_full(self, candidate: Candidate, door: Door) -> bool:
+        refusal = None if door.admitted else self.safe.admission.refusal(candidate.params)
+        return refusal is not None and (refusal.current or 0) >= (refusal.limit or 0)
 
     def _holders(self, run: Run, candidates: list[Candidate]) -> dict[str, Any]:
         columns = {name: [candidate.params[name] for candidate in candidates] for name in ("id", "tenant", "key")}
@@ -508,15 +567,19 @@ def _whole_unknown(candidates: Sequence[Candidate], exc: BaseException) -> Accep
     )
 
 
+def _key_is_busy() -> AdmissionRejected:
+    return AdmissionRejected(
+        "the idempotency key or task id (in a batch: or one that was asked for together with it) is held by a "
+        "transaction that has not ended; nothing was enqueued: try again when it has",
+        reason="idempotency_key_busy",
+        retry_after=1.0,
+    )
+
+
 def _blame(exc: psycopg.Error) -> SafeEffectsError:
     """What an error of the accepting statement says of its candidate, or of one of its candidates."""
     if isinstance(exc, psycopg.errors.LockNotAvailable):
-        return AdmissionRejected(
-            "the idempotency key or task id (in a batch: or one that was asked for together with it) is held by a "
-            "transaction that has not ended; nothing was enqueued: try again when it has",
-            reason="idempotency_key_busy",
-            retry_after=1.0,
-        )
+        return _key_is_busy()
     return PayloadInvalid(f"the database cannot store the job: {str(exc).strip()}; nothing was enqueued")
 
 

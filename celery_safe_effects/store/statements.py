@@ -57,6 +57,8 @@ ACCEPTED_COLUMNS: Final = {
 """What ACCEPT is told of each job; the rest of its parameters is said once for all of them."""
 _COLUMNS: Final = ", ".join(ACCEPTED_COLUMNS)
 
+_KEY_LOCK: Final = "'{s}.tombstone'::regclass::oid::integer, hashtext({r}.tenant || '/' || {r}.key)"
+
 # 1: one row per tenant and idempotency key, and per id; a tombstone counts as a row. Durable before it is visible. 10:
 # and only if the tenant's queue has room, which is counted under the tenant's lock. `publish`: the caller sends the
 # message now; else it is due at the ETA, or in `due` seconds, or at once in the express lane.
@@ -121,9 +123,14 @@ ACCEPT: Final = (
     .replace("{before}", "0")
     .replace(
         "{room}",
-        """CASE WHEN %(admitted)s OR r.given ->> 'tenant_queued' IS NULL THEN true
+        # Nobody waits for a key with the tenant's lock in hand: see TAKE_KEYS.
+        """CASE WHEN r.key IS NOT NULL AND NOT %(enlisted)s AND NOT pg_try_advisory_xact_lock_shared({key_lock})
+            THEN false
+            WHEN %(admitted)s OR r.given ->> 'tenant_queued' IS NULL THEN true
             WHEN %(enlisted)s THEN false  -- its lock would be held as long as the caller's transaction: see RESERVE
-            ELSE {s}.queue_room(r.tenant, (r.given ->> 'tenant_queued')::integer) > 0 END""",
+            ELSE {s}.queue_room(r.tenant, (r.given ->> 'tenant_queued')::integer) > 0 END""".replace(
+            "{key_lock}", _KEY_LOCK.format(s="{s}", r="r")
+        ),
     )
 )
 ACCEPT_MANY: Final = (
@@ -136,6 +143,15 @@ ACCEPT_MANY: Final = (
         "            ELSE " + _HAS_PLACE + " END"
     )
 )  # fmt: skip
+
+# Inside a caller's transaction nobody waits for a key that another caller's transaction holds: that one may be waiting
+# for a row of the caller's, and PostgreSQL would break one of the two. Which of the keys are not held so: they have a
+# row already, or are this transaction's now.
+TAKE_KEYS: Final = """
+SELECT a.n::integer - 1 AS n FROM unnest(%(tenant)s::text[], %(key)s::text[]) WITH ORDINALITY AS a (tenant, key, n)
+ WHERE CASE WHEN EXISTS (SELECT FROM {s}.job j WHERE j.tenant = a.tenant AND j.idempotency_key = a.key) THEN true
+            ELSE pg_try_advisory_xact_lock({key_lock}) END
+""".replace("{key_lock}", _KEY_LOCK.format(s="{s}", r="a"))
 
 # 10: places in the tenants' queues for jobs that a caller's transaction will insert: committed before, on their own.
 RESERVE: Final = (
@@ -161,6 +177,12 @@ ACCEPT_RESERVED: Final = (
     + ")"
     + _ACCEPT_MANY.replace("{room}", "EXISTS (SELECT FROM kept k WHERE k.job_id = r.id)")
 )
+# The caller's transaction could not insert these after all.
+UNRESERVE: Final = """
+DELETE FROM {s}.reservation WHERE job_id IN (
+    SELECT r.job_id FROM {s}.reservation r WHERE r.job_id = ANY (%(ids)s) FOR UPDATE SKIP LOCKED)
+RETURNING job_id, {async} AS a
+"""
 # Nobody came for these.
 REAP_RESERVATIONS: Final = """
 DELETE FROM {s}.reservation WHERE job_id IN (
