@@ -51,6 +51,8 @@ EXACT = "tests/integration/test_guards.py"
 JOBS = (EXACT, "tests/integration/test_jobs.py")
 GUARDS = (EXACT, "tests/integration/test_schema_guards.py")
 LOST = ("tests/integration/test_republish.py",)
+GRANTS = "tests/integration/test_grants.py"
+CROSSING = "tests/integration/test_crossing.py"
 LIMITS = ("tests/integration/test_limits.py",)
 STALE = (EXACT, "tests/faults/test_fault_16.py::test_fault_16_a_stale_lease_touches_no_row")
 SWEEPS = (EXACT, "tests/faults/test_fault_15.py")
@@ -571,6 +573,72 @@ MUTANTS = (
         "        if isinstance(exc, LOST):\n",
         "        if False:\n",
         ("tests/faults/test_fault_04.py",),
+    ),
+    # -- roles and crossing transactions -------------------------------------------------------------------------------
+    Mutant(
+        "roles: the log is written in the owner's name",
+        SCHEMA,
+        "job_before_update() RETURNS trigger LANGUAGE plpgsql\nSECURITY DEFINER SET search_path = {schema}, pg_temp AS",
+        "job_before_update() RETURNS trigger LANGUAGE plpgsql\nSET search_path = {schema}, pg_temp AS",
+        (GRANTS, "tests/acceptance/test_roles.py"),
+    ),
+    Mutant(
+        "roles: what runs as the owner looks nowhere else",
+        SCHEMA,
+        "wake_free(scope text, given jsonb) RETURNS integer LANGUAGE plpgsql\n"
+        "SECURITY DEFINER SET search_path = {schema}, pg_temp AS",
+        "wake_free(scope text, given jsonb) RETURNS integer LANGUAGE plpgsql\nSECURITY DEFINER AS",
+        (GRANTS,),
+    ),
+    Mutant("roles: nothing is PUBLIC's", "store/migrate.py", "        if applied:\n", "        if False:\n", (GRANTS,)),
+    Mutant(
+        "roles: what another hand gave is taken away",
+        "store/grants.py",
+        "        _take_all(cursor, schema, role)\n        for kind in kinds:",
+        "        for kind in kinds:",
+        (GRANTS,),
+    ),
+    Mutant(
+        "roles: the owner keeps what it has",
+        "store/grants.py",
+        "        if cursor.fetchone() is not None:\n",
+        "        if False:\n",
+        (GRANTS,),
+    ),
+    Mutant(
+        "roles: a worker does not start with less",
+        "doctor/database.py",
+        "CERTAIN: Final = (rights, fsync,",
+        "CERTAIN: Final = (fsync,",
+        (GRANTS,),
+    ),
+    Mutant(
+        "crossing: keys that another caller holds are not waited for",
+        "glue/acceptance.py",
+        "if door.enlisted is not None else (set(), False)",
+        "if False else (set(), False)",
+        (CROSSING,),
+    ),
+    Mutant(
+        "crossing: nor by large batches",
+        "glue/acceptance.py",
+        'LOCK_TIMEOUT_ENLISTED: Final = "1ms"',
+        'LOCK_TIMEOUT_ENLISTED: Final = "30s"',
+        (f"{CROSSING}::test_a_large_batch_with_a_busy_key_keeps_no_place_twice",),
+    ),
+    Mutant(
+        "crossing: nor with the tenant's lock in hand",
+        STATEMENTS,
+        "AND NOT pg_try_advisory_xact_lock_shared({key_lock})",
+        "AND false",
+        (CROSSING,),
+    ),
+    Mutant(
+        "crossing: a refused call gives its places back",
+        "glue/acceptance.py",
+        "                    self.safe.admission.release(free)\n",
+        "",
+        (CROSSING,),
     ),
 )
 

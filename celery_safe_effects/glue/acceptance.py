@@ -59,7 +59,7 @@ LOCK_TIMEOUT_ENLISTED: Final = "1ms"
 PATIENCE_ENLISTED: Final = 0.5
 """Inside a caller's transaction: seconds in which a call asks again for keys that are held. It does not wait for them
 in the database, where another caller, that waits for this one, would be in a deadlock with it."""
-ASK_AGAIN: Final = 0.02
+ASK_AGAIN: Final = 0.05
 MOST_KEYS: Final = 64
 """Keys of one call that are asked for so; each takes a place in the server's table of locks. Those of more are found to
 be held by the lock's time limit."""

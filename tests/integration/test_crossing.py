@@ -257,3 +257,24 @@ def test_one_without_a_transaction_finds_what_an_open_one_leaves(shop: Shop, dat
         assert waited < 0.4, "the tenant's lock is not held by whoever waits for a key"
         assert len(sql("SELECT id FROM jobs WHERE idempotency_key = %s", ends)) == 1
     business.engine.dispose()
+
+
+def test_a_large_batch_with_a_busy_key_keeps_no_place_twice(
+    shops: Callable[..., Shop], database_url: str, sql: Sql
+) -> None:
+    """More keys than are asked for one by one: the statement gives way, and what it had reserved is given back."""
+    shop = shops(safe_effects_limits=Limits(tenant_queued=120), safe_effects_max_connections=8)
+    business = Business("session", database_url)
+    with Session(business.engine) as one, Session(business.engine) as two:
+        shop.bill.apply_async((0,), tenant="A", idempotency_key="busy", transaction=one)
+        calls = [
+            shop.bill.s(n).set(tenant="A", idempotency_key="busy" if n == 57 else f"order-{n}") for n in range(100)
+        ]
+        found = shop.safe.enqueue_many(calls, transaction=two)
+        assert {n: done.reason for n, done in enumerate(found) if done.reason} == {57: "idempotency_key_busy"}
+        two.commit()
+        one.commit()
+    assert len(sql("SELECT id FROM jobs")) == 100
+    assert sql("SELECT * FROM reservation") == []
+    assert deadlocks(sql) == 0
+    business.engine.dispose()
