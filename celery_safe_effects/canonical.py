@@ -57,7 +57,16 @@ def roundtrip(value: Any) -> Any:
 
 def canonical(value: Any) -> str:
     """JSON text with sorted keys and no spaces, from which fingerprints are made."""
-    return json.dumps(json.loads(encode(value)), sort_keys=True, separators=(",", ":"))
+    return flat(json.loads(encode(value)))
+
+
+def flat(value: Any) -> str:
+    """The same of what JSON gives back as it is.
+
+    Raises:
+        ValueError: for ``NaN`` and infinities.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def fingerprint(value: Any) -> str:

@@ -167,22 +167,9 @@ class Acceptance:
         Raises:
             PayloadInvalid, PayloadTooLarge: it can never be accepted.
         """
-        config = self.safe.config
         _check_options(ours)
         task = self.app.tasks.get(envelope.task)
-        serializer = envelope.serializer or self.app.conf.task_serializer
-        try:
-            data = envelope.encode(serializer)
-        except (EncodeError, TypeError, ValueError) as exc:
-            raise PayloadInvalid(
-                f"the arguments of {envelope.task} cannot be encoded as {serializer}: {exc}; nothing was enqueued"
-            ) from exc
-        try:
-            most = limit or config.max_payload
-            check_size(f"the message of {envelope.task}", len(data), most, "nothing was enqueued")
-        except PayloadTooLarge as error:
-            self._tell_refusals([(envelope.task, error)])
-            raise
+        data, digest = self.encoded(envelope, limit)
         params = {
             "id": envelope.id,
             "task": envelope.task,
@@ -191,7 +178,7 @@ class Acceptance:
             "queue": routing.lands_in(self.app, envelope.options),
             "priority": routing.priority(envelope.options),
             "key": key_of(ours.get("idempotency_key")),
-            "digest": envelope.digest(serializer),
+            "digest": digest,
             "parent": parent.id if parent is not None else envelope.headers.get("parent_id"),
             "retries": int(envelope.headers.get("retries") or 0),
             "eta": time_of(self.app, envelope.headers.get("eta")),
@@ -208,6 +195,31 @@ class Acceptance:
             "fair": self.safe.config.fair and routing.is_by_name(self.app, envelope.options),
         }
         return Candidate(envelope, params)
+
+    def encoded(self, envelope: Envelope, limit: int | None = None) -> tuple[bytes, str]:
+        """A message as its row keeps it, and the fingerprint of its call.
+
+        Arguments:
+            envelope: the message.
+            limit: the most bytes; the setting's unless given.
+
+        Raises:
+            PayloadInvalid, PayloadTooLarge: it can never be accepted.
+        """
+        serializer = envelope.serializer or self.app.conf.task_serializer
+        try:
+            data = envelope.encode(serializer)
+        except (EncodeError, TypeError, ValueError) as exc:
+            raise PayloadInvalid(
+                f"the arguments of {envelope.task} cannot be encoded as {serializer}: {exc}; nothing was enqueued"
+            ) from exc
+        try:
+            most = limit or self.safe.config.max_payload
+            check_size(f"the message of {envelope.task}", len(data), most, "nothing was enqueued")
+        except PayloadTooLarge as error:
+            self._tell_refusals([(envelope.task, error)])
+            raise
+        return data, envelope.digest(serializer)
 
     def tenant(self, ours: Mapping[str, Any], name: str) -> str:
         """Given, else inherited from the job that sends it, else the task's, else the default."""

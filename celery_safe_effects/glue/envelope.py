@@ -34,6 +34,7 @@ INERT: Final = frozenset(
     {"application/json", "application/x-msgpack", "application/data", "application/text", "text/plain"}
 )
 """Content types that are data and nothing else: decoding them runs no code of the message's."""
+SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 OPAQUE: Final = "raw:"
 """Begins the digest of a call whose arguments are not JSON."""
 
@@ -238,13 +239,17 @@ class Envelope:
 
     def marked(self, mark: Mark, *, eta: datetime | None = None, retries: int | None = None) -> Envelope:
         """The message to publish for a row: marked, without expiry (the database judges it), with the row's time."""
+        return replace(self, headers=self.marked_headers(mark, eta=eta, retries=retries))
+
+    def marked_headers(self, mark: Mark, *, eta: datetime | None = None, retries: int | None = None) -> dict[str, Any]:
+        """The headers of that message."""
         headers = dict(self.headers)
         headers[MARK] = mark.header()
         headers["expires"] = None
         headers["eta"] = eta.isoformat() if eta is not None else None
         if retries is not None:
             headers["retries"] = retries
-        return replace(self, headers=headers)
+        return headers
 
 
 def _plain(data: bytes) -> Any:
@@ -261,9 +266,21 @@ def _bytes(data: Any) -> bytes:
 def arguments_digest(task: str, args: Any, kwargs: Any) -> str | None:
     """Fingerprint of a call; ``None`` for arguments that are not JSON, which are then compared by the mark alone."""
     try:
-        return canonical.fingerprint([task, list(args or ()), dict(kwargs or {})])
+        args, kwargs = list(args or ()), dict(kwargs or {})
+        if _is_flat(args, kwargs):
+            return canonical.digest(canonical.flat([task, args, kwargs]))
+        return canonical.fingerprint([task, args, kwargs])
     except (TypeError, ValueError):
         return None
+
+
+def _is_flat(args: list[Any], kwargs: dict[Any, Any]) -> bool:
+    """Whether JSON gives the arguments back as they are, which is then known without trying."""
+    return (
+        SCALARS.issuperset(map(type, args))
+        and SCALARS.issuperset(map(type, kwargs.values()))
+        and all(type(name) is str for name in kwargs)
+    )
 
 
 def stamps_of(headers: Mapping[str, Any]) -> str | None:

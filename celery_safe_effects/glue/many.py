@@ -18,6 +18,7 @@ from ..store.enlist import Enlisted, enlist
 from ..values import Enqueued
 from .acceptance import Door, Verdict
 from .batch import Batch, Gathered
+from .mould import Moulds
 from .publish import continues, in_a_body
 
 if TYPE_CHECKING:
@@ -25,12 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PART: Final = 500
-"""Calls that are accepted together, at least; while the database takes one part, the next is made."""
-PARTS: Final = 4
-"""Parts that a larger number of calls is divided into."""
-LARGEST_PART: Final = 5000
-"""Calls in one statement, at most."""
+PART: Final = 1000
+"""Calls in one statement, at most; while the database takes one part, the next is made."""
 
 
 class _Item(NamedTuple):
@@ -55,6 +52,8 @@ class Many:
         if transaction is not None and self.app.conf.task_always_eager:
             raise ConfigurationError("transaction= has no meaning where jobs run at once (task_always_eager)")
         self.enlisted: Enlisted | None = enlist(transaction) if transaction is not None else None
+        self.moulds = Moulds(publisher)
+        self.longest = self.app.amqp.argsrepr_maxsize
         self.door = Door(enlisted=self.enlisted, admitted=continues(current.job()))
 
     def run(self, items: Iterable[Any]) -> list[Enqueued]:
@@ -66,8 +65,7 @@ class Many:
         calls = list(items)
         if self.app.conf.task_always_eager:
             return [self._eager(call) for call in calls]
-        size = min(LARGEST_PART, max(PART, -(-len(calls) // PARTS)))
-        parts = [calls[start : start + size] for start in range(0, len(calls), size)]
+        parts = [calls[start : start + PART] for start in range(0, len(calls), PART)]
         found: list[Enqueued] = []
         with self._beside(len(parts) > 1) as beside:
             waiting: tuple[list[_Item], Callable[[], list[Verdict]]] | None = None
@@ -101,7 +99,11 @@ class Many:
         before = len(batch.gathered)
         try:
             signature = self._checked(call)
-            signature.apply_async(producer=producer, **_reprs(signature, self.app.amqp.argsrepr_maxsize))
+            reprs = _reprs(signature, self.longest)
+            cast = self.moulds.cast(signature, reprs)
+            if cast is not None:
+                return _Item(cast)
+            signature.apply_async(producer=producer, **reprs)
         except Exception as exc:
             del batch.gathered[before:]
             return _Item(None, exc, getattr(exc, "job_id", None))
@@ -111,6 +113,7 @@ class Many:
                 f"{call!r} sent {len(made)} messages of SafeTasks instead of one; nothing was enqueued"
             )
             return _Item(None, error)
+        self.moulds.keep(signature, reprs, made[0])
         return _Item(made[0])
 
     def _checked(self, call: Any) -> Signature:

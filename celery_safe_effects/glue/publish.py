@@ -80,6 +80,8 @@ class Publisher:
         self.chords = chords.Chords(self)
         self.results = Results(self.app)
         self._known: dict[str, tuple[bool, float]] = {}
+        self.celerys_send_task: Any = None
+        """``app.send_task`` as it was."""
 
     # -- installation --------------------------------------------------------------------------------------------------
 
@@ -89,7 +91,7 @@ class Publisher:
         chords.install()
         errbacks.install()
         app = self.app
-        send_task = app.send_task
+        send_task = self.celerys_send_task = app.send_task
 
         def safe_send_task(name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
             return self.send_task(send_task, name, args, kwargs, options)
@@ -454,8 +456,8 @@ class Publisher:
     def _marked(self, hint: Message, candidate: Candidate, verdict: Verdict) -> Message:
         """The message of an accepted job."""
         mark, envelope = candidate.mark(verdict.seq or 0), candidate.envelope
-        marked = envelope.marked(mark, eta=time_of(self.app, envelope.headers.get("eta")))
-        hint = hint._replace(parts=(marked.headers, *hint.parts[1:]))
+        headers = envelope.marked_headers(mark, eta=time_of(self.app, envelope.headers.get("eta")))
+        hint = hint._replace(parts=(headers, *hint.parts[1:]))
         if not mark.digest.startswith(OPAQUE):
             return hint
         return hint.exactly(Raw.stored(candidate.params["envelope"]))  # serialized again, it may have other bytes

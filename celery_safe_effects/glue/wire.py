@@ -120,6 +120,8 @@ class Wire:
         declared: set[tuple[Any, ...]] = set()
         try:
             with self.app.producer_pool.acquire(block=True) as producer:
+                at = producer.connection
+                lost = (*BROKER_ERRORS, *at.recoverable_connection_errors, *at.recoverable_channel_errors)
                 while done < len(messages):
                     part = messages[done : done + BATCH]
                     rest = []
@@ -128,29 +130,29 @@ class Wire:
                             rest.append(message)
                         else:  # the first to go somewhere declares it, and tries again if the connection is stale
                             declared.add(message.route)
-                            self._send_logged(producer, message)
+                            with producer.connection._reraise_as_library_errors():
+                                self._send_logged(producer, message, lost)
                     with producer.connection._reraise_as_library_errors(), _together(producer):
                         for message in rest:
                             at_once = {**message.options, "retry": False, "declare": []}
-                            self._send_logged(producer, message._replace(options=at_once))
+                            self._send_logged(producer, message._replace(options=at_once), lost)
                     done += len(part)
         except BROKER_ERRORS as exc:
             logger.warning("publishing %d messages is put off: %r", len(messages) - done, exc)
         return list(range(done, len(messages)))
 
-    def _send_logged(self, producer: Any, message: Message) -> None:
+    def _send_logged(self, producer: Any, message: Message, lost: tuple[type[BaseException], ...]) -> None:
         try:
-            with producer.connection._reraise_as_library_errors():
-                try:
-                    self._send(producer, message)
-                except ChannelError as exc:
-                    queue = message.options.get("queue")
-                    if exc.reply_code != PRECONDITION_FAILED:
-                        raise
-                    # It is there, made otherwise than this process would make it: send to it all the same.
-                    as_it_is = routing.as_it_is(queue) if isinstance(queue, str) else {"declare": []}
-                    self._send(producer, message._replace(options=message.options | as_it_is))
-        except BROKER_ERRORS:
+            try:
+                self._send(producer, message)
+            except ChannelError as exc:
+                queue = message.options.get("queue")
+                if exc.reply_code != PRECONDITION_FAILED:
+                    raise
+                # It is there, made otherwise than this process would make it: send to it all the same.
+                as_it_is = routing.as_it_is(queue) if isinstance(queue, str) else {"declare": []}
+                self._send(producer, message._replace(options=message.options | as_it_is))
+        except lost:
             raise
         except Exception:
             logger.exception("publishing %s[%s] failed", message.name, message.parts[0]["id"])

@@ -79,10 +79,10 @@ SELECT r.id, r.task, r.tenant, r.pool,
          ELSE clock_timestamp() + %(due)s::float8 * interval '1 second' END,
     CASE WHEN NOT (r.later OR r.express) AND %(due)s::float8 IS NULL THEN clock_timestamp() END,
     (NOT (r.later OR r.express) AND %(due)s::float8 IS NULL)::int
-  FROM (SELECT a.*, {s}.limits_for(a.tenant, a.task, NULL, a.limits) AS given,
+  FROM (SELECT a.*, {given} AS given,
                coalesce(a.eta > clock_timestamp() + %(lead)s::float8 * interval '1 second', false) AS later,
-               coalesce(a.fair AND {s}.goes_express(a.tenant, a.queue, {before}), false) AS express
-          FROM {asked} a OFFSET 0) r
+               coalesce(a.fair AND {express}, false) AS express
+          FROM {asked} OFFSET 0) r
  WHERE set_config('lock_timeout', %(patience)s, true) IS NOT NULL  -- a key in an open transaction: do not hang
    AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.id = r.id)
    AND NOT EXISTS (SELECT FROM {s}.tombstone t WHERE t.tenant = r.tenant AND t.idempotency_key = r.key)
@@ -115,12 +115,22 @@ free AS MATERIALIZED (
 )"""
 _HAS_PLACE: Final = """(NOT EXISTS (SELECT FROM free f WHERE f.tenant = r.tenant)
         OR EXISTS (SELECT FROM place p WHERE p.n = r.n AND p.is_free))"""
-_ACCEPT_MANY: Final = _ACCEPT.replace("{asked}", "asked").replace(
-    "{before}", "(row_number() OVER (PARTITION BY a.tenant, a.queue ORDER BY a.n) - 1)::integer"
+# What is the same for many of them is found out once: their limits, and that a tenant with ten before has a backlog.
+_SHARED: Final = """
+shared AS MATERIALIZED (
+    SELECT k.*, {s}.limits_for(k.tenant, k.task, NULL, k.limits) AS given
+      FROM (SELECT DISTINCT a.tenant, a.task, a.limits FROM asked a) k
+),"""
+_BEFORE: Final = "(row_number() OVER (PARTITION BY a.tenant, a.queue ORDER BY a.n) - 1)::integer"
+_ACCEPT_MANY: Final = (
+    _ACCEPT.replace("{asked}", "asked a JOIN shared s USING (tenant, task, limits)")
+    .replace("{given}", "s.given")
+    .replace("{express}", f"{_BEFORE} < 10 AND {{s}}.goes_express(a.tenant, a.queue, {_BEFORE})")
 )
 ACCEPT: Final = (
-    _ACCEPT.replace("{asked}", _ONE)
-    .replace("{before}", "0")
+    _ACCEPT.replace("{asked}", _ONE + " a")
+    .replace("{given}", "{s}.limits_for(a.tenant, a.task, NULL, a.limits)")
+    .replace("{express}", "{s}.goes_express(a.tenant, a.queue, 0)")
     .replace(
         "{room}",
         # Nobody waits for a key with the tenant's lock in hand: see TAKE_KEYS.
@@ -137,6 +147,7 @@ ACCEPT_MANY: Final = (
     "WITH asked AS MATERIALIZED ("
     + _MANY
     + "),"
+    + _SHARED
     + _ROOM.replace("{waived}", "(%(admitted)s OR %(enlisted)s)")
     + _ACCEPT_MANY.replace(
         "{room}", "CASE WHEN %(enlisted)s AND NOT %(admitted)s THEN r.given ->> 'tenant_queued' IS NULL\n"
@@ -174,7 +185,8 @@ RETURNING job_id, {async} AS a
 ACCEPT_RESERVED: Final = (
     "WITH kept AS (DELETE FROM {s}.reservation r WHERE r.job_id = ANY (%(id)s) RETURNING r.job_id),\nasked AS ("
     + _MANY
-    + ")"
+    + "),"
+    + _SHARED[:-1]
     + _ACCEPT_MANY.replace("{room}", "EXISTS (SELECT FROM kept k WHERE k.job_id = r.id)")
 )
 # The caller's transaction could not insert these after all.

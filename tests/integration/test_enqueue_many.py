@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from celery_safe_effects import (
     signals,
 )
 from celery_safe_effects.errors import ConfigurationError, StoreUnavailable
-from celery_safe_effects.glue.many import LARGEST_PART, PART, _reprs
+from celery_safe_effects.glue.many import PART, Many, _reprs
+from celery_safe_effects.glue.mould import Moulds
 from tests.support.services import Sql
 from tests.support.shop import Shop
 
@@ -93,9 +95,7 @@ def test_thousands_take_a_handful_of_statements(shop: Shop, sql: Sql) -> None:
 
 
 def test_a_statement_holds_no_more_than_it_can_take(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("celery_safe_effects.glue.many.PART", 2)
-    monkeypatch.setattr("celery_safe_effects.glue.many.LARGEST_PART", 3)
-    assert LARGEST_PART > PART
+    monkeypatch.setattr("celery_safe_effects.glue.many.PART", 3)
     found = shop.safe.enqueue_many(shop.bill.s(n) for n in range(20))
     assert statuses(found) == ["accepted"] * 20
     assert shop.statements == ["ACCEPT_MANY"] * 7
@@ -427,3 +427,132 @@ def test_a_short_way_to_show_arguments_shows_the_same(shop: Shop) -> None:
             assert short["argsrepr"] == message.headers["argsrepr"]
             assert short["kwargsrepr"] == message.headers["kwargsrepr"]
     assert _reprs(shop.bill.s("plain", cents=1), 1024)
+
+
+# -- messages of one form ----------------------------------------------------------------------------------------------
+
+
+class Casts:
+    """Counts the calls that were cast after the first of their form."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number = 0
+        self.off = False
+        really = Moulds.cast
+
+        def cast(moulds: Moulds, *args: Any) -> Any:
+            found = None if self.off else really(moulds, *args)
+            self.number += found is not None
+            return found
+
+        monkeypatch.setattr(Moulds, "cast", cast)
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> Casts:
+    return Casts(monkeypatch)
+
+
+def gathered(shop: Shop, calls: list[Any]) -> list[dict[str, Any]]:
+    """What would be accepted and published, whatever its ids."""
+    found = []
+    for item in Many(shop.safe.publisher, None)._make(calls):
+        assert item.gathered is not None, item.error
+        hint, candidate = item.gathered
+        envelope, params = (
+            candidate.envelope,
+            {**candidate.params, "envelope": json.loads(candidate.params["envelope"])},
+        )
+        everything = {
+            "hint": [hint.name, list(hint.parts), {k: repr(v) for k, v in hint.options.items()}],
+            "envelope": [envelope.headers, envelope.properties, envelope.body, repr(sorted(envelope.options.items()))],
+            "params": params,
+        }
+        text = json.dumps(everything, sort_keys=True, default=repr)
+        assert candidate.id in text
+        found.append(json.loads(text.replace(candidate.id, "the id")))
+    return found
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [{}, {"result_backend": "rpc://"}, {"task_ignore_result": True, "task_routes": {"shop.*": {"priority": 3}}}],
+    ids=["plain", "rpc", "routes"],
+)
+def test_what_is_cast_is_what_celery_makes(shops: Callable[..., Shop], casts: Casts, conf: dict[str, Any]) -> None:
+    shop = shops(**conf)
+    forms: list[dict[str, Any]] = [
+        {},
+        {"idempotency_key": "k"},
+        {"tenant": "acme"},
+        {"tenant": "acme", "pool": "p", "max_attempts": 2, "max_age": 60},
+        {"queue": "other", "priority": 4},
+        {"queue": shop.queue, "tenant": "b"},
+    ]
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(("a",), {}), ((1.5,), {"cents": 2}), (("b", True), {})]
+    calls = [task.signature(a, k).set(**o) for task in (shop.bill, shop.mail) for o in forms for a, k in arguments[:2]]
+    calls += [(shop.bill, a, k, {"tenant": "tuple"}) for a, k in arguments]
+    calls = [call for call in calls if not (isinstance(call, dict) and call["task"] == "shop.mail" and call["kwargs"])]
+    cast = gathered(shop, calls)
+    number = casts.number
+    assert number >= len(calls) // 2
+    casts.off = True
+    for one, other in zip(cast, gathered(shop, calls), strict=True):
+        assert one == other
+    assert casts.number == number
+
+
+def test_what_may_depend_on_its_arguments_goes_all_the_way(shops: Callable[..., Shop], casts: Casts) -> None:
+    shop = shops()
+
+    def twice(shop: Shop, task: Any, *args: Any, **options: Any) -> None:
+        found = shop.safe.enqueue_many([task.s(*args).set(**options) for _ in range(2)])
+        assert statuses(found) == ["accepted", "accepted"], (args, options, found)
+        assert casts.number == 0, (args, options)
+
+    twice(shop, shop.bill, [1])
+    twice(shop, shop.bill, "it's")
+    twice(shop, shop.bill, 1, countdown=60)
+    twice(shop, shop.bill, 1, expires=60)
+    twice(shop, shop.bill, 1, link=shop.mail.s())
+    twice(shop, shop.bill, 1, headers={"a": 1})
+
+    class Own(SafeTask):
+        def apply_async(self, args: Any = None, *more: Any, **options: Any) -> Any:
+            return super().apply_async((f"{args[0]}!",), *more, **options)
+
+    class Shadowed(SafeTask):
+        def shadow_name(self, args: Any, kwargs: Any, options: Any) -> str:
+            return str(args)
+
+    def body(x: Any) -> None:
+        """Does nothing."""
+
+    for base in (Own, Shadowed):
+        task = shop.app.task(base=base, shared=False, name=f"shop.{base.__name__}", effects=[])(body)
+        twice(shop, task, "a")
+
+    def router(name: str, args: Any, *_: Any, **__: Any) -> Any:
+        return {"priority": args[0]}
+
+    for conf in ({"task_routes": [router]}, {"task_send_sent_event": True}):
+        other = shops(**conf)
+        twice(other, other.bill, 1)
+
+
+def test_bad_ones_of_a_form_are_refused_as_others(shop: Shop, casts: Casts) -> None:
+    calls = [
+        shop.bill.s("good"),
+        shop.bill.s("good", 1, 2, 3),
+        shop.bill.s("x" * 900).set(idempotency_key=""),
+        shop.bill.s("good").set(idempotency_key=7),
+        shop.bill.s("good").set(idempotency_key="a"),
+    ]
+    found = shop.safe.enqueue_many(calls)
+    assert casts.number == 1
+    casts.off = True
+    shop.published()
+    again = shop.safe.enqueue_many(calls)
+    assert statuses(found) == ["accepted", *["refused"] * 3, "accepted"]
+    assert [(one.reason, str(one.error)) for one in found[:-1]] == [(one.reason, str(one.error)) for one in again[:-1]]
+    assert again[-1] == Enqueued("existing", found[-1].job_id, None)
