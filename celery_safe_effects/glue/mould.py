@@ -121,7 +121,6 @@ class Moulds:
             and get_current_task() is None
             and getattr(publisher.celerys_send_task, "__func__", None) is Celery.send_task
             and type(app.amqp).as_task_v2 is AMQP.as_task_v2
-            and app.conf.task_protocol == 2
             and all(isinstance(router, MapRoute) for router in app.amqp.routes)
             and type(publisher.safe.hooks.tracing) is Tracing
         )
@@ -133,8 +132,6 @@ class Moulds:
             isinstance(task, SafeTask)
             and made.apply_async is SafeTask.apply_async
             and made.shadow_name is Task.shadow_name
-            and getattr(task, "_dump_pydantic_arguments", None) is None
-            and getattr(task, "__self__", None) is None
             and not task._redacted()
         )
 

@@ -6,13 +6,15 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 from uuid import uuid4
 
 import psycopg
 import pytest
-from celery import group
+from celery import Celery, group
+from celery.app.amqp import AMQP
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
@@ -22,9 +24,11 @@ from celery_safe_effects import (
     Enqueued,
     IdempotencyConflict,
     Limits,
+    SafeEffects,
     SafeTask,
     signals,
 )
+from celery_safe_effects.engine.tracing import Tracing
 from celery_safe_effects.errors import ConfigurationError, StoreUnavailable
 from celery_safe_effects.glue.many import PART, Many, _reprs
 from celery_safe_effects.glue.mould import Moulds
@@ -531,6 +535,35 @@ def test_what_may_depend_on_its_arguments_goes_all_the_way(shops: Callable[..., 
     for base in (Own, Shadowed):
         task = shop.app.task(base=base, shared=False, name=f"shop.{base.__name__}", effects=[])(body)
         twice(shop, task, "a")
+
+    secret = shop.app.task(base=SafeTask, shared=False, name="shop.secret", effects=[], redact=["x"])(body)
+    shop.published()
+    twice(shop, secret, "4111")
+    assert not [headers for headers, _ in shop.messages() if "4111" in headers["argsrepr"]]
+
+    class Traced(Tracing):
+        def sends(self, headers: dict[str, Any], again_of: Any) -> None:
+            headers["traceparent"] = headers["id"]
+
+    shop.safe.hooks = replace(shop.safe.hooks, tracing=Traced())
+    twice(shop, shop.bill, 1)
+    assert {headers["traceparent"] == headers["id"] for headers, _ in shop.messages()} == {True}
+
+    class OwnAmqp(AMQP):
+        def as_task_v2(self, task_id: str, name: str, args: Any = None, *more: Any, **options: Any) -> Any:
+            return super().as_task_v2(task_id, name, [f"{args[0]}!"], *more, **options)
+
+    class OwnCelery(Celery):
+        def send_task(self, name: str, args: Any = None, *more: Any, **options: Any) -> Any:
+            return super().send_task(name, [f"{args[0]}!"], *more, **options)
+
+    for app in (Celery(amqp=OwnAmqp, set_as_current=False), OwnCelery(set_as_current=False)):
+        app.conf.update(shop.app.conf.changes, broker_url="memory://")
+        safe = SafeEffects(app)
+        task = app.task(base=SafeTask, shared=False, name="shop.bill", effects=[])(body)
+        assert statuses(safe.enqueue_many([task.s("a"), task.s("b")])) == ["accepted"] * 2
+        safe.close()
+        assert [body[0] for _, body in shop.messages()] == [["a!"], ["b!"]]
 
     def router(name: str, args: Any, *_: Any, **__: Any) -> Any:
         return {"priority": args[0]}
