@@ -586,7 +586,7 @@ def test_children_keep_their_ids_when_the_body_runs_again(
     app: Celery, workers: Workers, provider: Provider, sql: Sql
 ) -> None:
     first = workers("a", concurrency=2)
-    result = app.tasks["tests.parent"].apply_async(("order-1",), tenant="acme")
+    result = app.tasks["tests.two_children"].apply_async(("order-1",), tenant="acme")
     eventually(lambda: provider.received("entered_parent"), 15, message="it stands still")
     children = "SELECT * FROM jobs WHERE parent_id = %s ORDER BY created_at"
     sent = [row["id"] for row in sql(children, result.id)]

@@ -26,8 +26,8 @@ def add_tasks(app: Celery) -> None:
         app: the application of the tests.
     """
 
-    @app.task(base=SafeTask, bind=True, shared=False, name="tests.parent", effects=[tasks.refund])
-    def parent(self: Any, order: str) -> Any:
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.two_children", effects=[tasks.refund])
+    def two_children(self: Any, order: str) -> Any:
         """Sends one child, has an effect, sends another child; in its first run it then stands still."""
         first = app.tasks["tests.follow"].delay(f"before {order}")
         tasks.refund(order)
