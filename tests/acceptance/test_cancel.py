@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +18,7 @@ from tests.support.brokers import Broker
 from tests.support.checks import assert_invariants, assert_ledger, assert_log, job, operation, wait_status
 from tests.support.faults2 import open_gate, reached
 from tests.support.processes import Workers
-from tests.support.services import Sql
+from tests.support.services import Sql, queries
 
 JOBS = 500
 
@@ -41,9 +42,48 @@ SELECT t.*, j.cancel_requested_at FROM transitions t JOIN jobs j ON j.id = t.job
 """Effects that began after the cancel; both times are the database's, taken under the lock of the job's row."""
 
 
+MOMENTS = """
+SELECT moment, count(*) AS n FROM (
+    SELECT CASE WHEN o.key IS NOT NULL THEN 'in an effect'
+                WHEN j.attempts > 0 THEN 'running'
+                WHEN j.eta IS NOT NULL THEN 'delayed'
+                WHEN j.id = ANY (%s) THEN 'prefetched'
+                ELSE 'queued' END AS moment
+      FROM jobs j
+      LEFT JOIN operations o ON o.job_id = j.id AND o.intent_at <= j.cancel_requested_at
+                            AND o.resolved_at > j.cancel_requested_at
+     WHERE j.cancel_requested_at IS NOT NULL) m GROUP BY moment
+"""
+"""In which moments jobs were cancelled."""
+
+
+class Prefetched:
+    """Which jobs the worker's main process held, as it told, before they were cancelled."""
+
+    def __init__(self, dsn: str) -> None:
+        self.dsn = dsn
+        self.ids: set[str] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def _look(self) -> None:
+        held = "SELECT j.id FROM jobs j JOIN held h ON j.id = ANY (h.jobs) WHERE j.cancel_requested_at IS NULL"
+        with queries(self.dsn) as sql:
+            while not self._over.wait(0.03):
+                self.ids |= {row["id"] for row in sql(held)}
+
+    def __enter__(self) -> Prefetched:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
 @pytest.mark.slow
 def test_500_jobs_are_cancelled_at_random_moments(
-    app: Celery, workers: Workers, provider: Provider, sql: Sql, broker: Broker
+    app: Celery, workers: Workers, provider: Provider, sql: Sql, broker: Broker, dsn: str
 ) -> None:
     seen = random.Random(20261129)
     workers("a", concurrency=3)
@@ -62,8 +102,14 @@ def test_500_jobs_are_cancelled_at_random_moments(
         return job_id, True
 
     pauses = [seen.choice([0, seen.uniform(0, 0.3), seen.uniform(0, 4)]) for _ in range(JOBS)]
-    with ThreadPoolExecutor(24) as pool:
-        asked = dict(pool.map(enqueue_and_cancel, range(JOBS)))
+    with Prefetched(dsn) as prefetched, ThreadPoolExecutor(24) as pool:
+        # While the worker's children are busy, its main process holds what comes next.
+        asked = {app.tasks["tests.sleep"].apply_async((2,), ignore_result=True).id: False for _ in range(3)}
+        waiting = [task.apply_async(("cus", number), ignore_result=True).id for number in range(9)]
+        eventually(lambda: len(prefetched.ids & set(waiting)) >= 6, 10, interval=0.02, message="some are prefetched")
+        for job_id in waiting:
+            asked[job_id] = safe.cancel(job_id, "changed my mind", actor="storm").cancel_requested_at is not None
+        asked.update(pool.map(enqueue_and_cancel, range(JOBS)))
     eventually(
         lambda: not sql("SELECT 1 FROM jobs WHERE status NOT IN ('succeeded', 'cancelled') LIMIT 1"),
         60,
@@ -83,6 +129,9 @@ def test_500_jobs_are_cancelled_at_random_moments(
             assert row["cancel_requested_at"] < row["finished_at"], "asked before the end, after the last effect"
     # Or this has shown nothing.
     assert min(ended.values()) > 5, ended
+    moments = {row["moment"]: row["n"] for row in sql(MOMENTS, list(prefetched.ids))}
+    assert set(moments) == {"queued", "delayed", "prefetched", "running", "in an effect"}, moments
+    assert moments["prefetched"] >= 6, moments
     once = sql(
         "SELECT job_id, count(*) FROM transitions WHERE operation_key IS NULL"
         " AND to_status IN ('succeeded', 'failed', 'cancelled', 'unknown') GROUP BY job_id HAVING count(*) <> 1"
