@@ -119,9 +119,9 @@ class Sweeper:
         self.store.rows("REAP_RESERVATIONS", limit=self.BATCH)
         swept.woken = sum(row.woken for row in self.store.rows("WAKE_FREE", limits=self.limits))
         self.store.rows("PROMOTE", limit=self.BATCH)
-        swept.chords = self.finish_chords()
         swept.published = self.publish() + self.deliver_posted()
         swept.republished = self.republisher.run()
+        swept.chords = self.finish_chords()  # the last, since it may have to wait for the result backend
         self.fold_counters()
         self.store.row("MAINTENANCE_END", name="sweep")
         return swept

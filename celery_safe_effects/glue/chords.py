@@ -17,10 +17,11 @@ from celery import canvas, states
 from celery.backends.base import Backend
 from celery.exceptions import ChordError
 from celery.result import GroupResult
+from kombu.exceptions import EncodeError
 
 from .. import canonical
 from ..engine import failures
-from ..errors import IdempotencyConflict, PermissionMissing
+from ..errors import ConfigurationError, IdempotencyConflict, PayloadInvalid, PayloadTooLarge, PermissionMissing
 from ..states import JobStatus
 from ..store.hot import STORE_ERRORS
 from .batch import Chord
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 BATCH: Final = 100
 SLOWEST: Final = 8
 """A chord is looked at less and less often, down to once in so many times the grace."""
+NEVER: Final = (PayloadInvalid, PayloadTooLarge, ConfigurationError, EncodeError, TypeError)
+"""What keeps a body from being sent for ever."""
 NO_MEMBERS: Final = ("Callback error", "Join error", "TimeoutError", "chord_unlock could not be retried")
 """Begin Celery's errors of chords in which perhaps no member has failed: Celery itself could not do its part."""
 
@@ -93,6 +96,10 @@ def sent_with(messages: Sequence[Message]) -> list[str]:
 
 class _Open(Exception):
     """Internal: a member's end is not known."""
+
+
+class _Silent(Exception):
+    """Internal: the result backend does not answer."""
 
 
 class _Failed(Exception):
@@ -213,8 +220,11 @@ class Chords:
         store = self.publisher.safe.store
         while rows := store.rows("CHORDS_DUE", limit=BATCH, grace=self.grace, slowest=SLOWEST):
             for row in rows:
-                if row.ready and self._finish(row):
-                    sent += 1
+                try:
+                    sent += row.ready and self._finish(row)
+                except _Silent as exc:
+                    logger.warning("chords wait for the result backend: %r", exc.__cause__)
+                    return sent
             if len(rows) < BATCH:
                 break
         return sent
@@ -235,11 +245,10 @@ class Chords:
                 logger.error("chord %s: nobody can tell how %s ended; its body is left to Celery", row.id, member)
                 store.rows("CHORD_GIVEN_UP", id=row.id)
             return False
-        except LATER as exc:
-            logger.warning("the body of chord %s is not out yet: %r", row.id, exc)
-            return False
-        except Exception:
-            logger.exception("the body of chord %s could not be sent", row.id)
+        except _Silent:
+            raise
+        except Exception as exc:
+            logger.warning("the body of chord %s is not out yet: %r", row.id, exc, exc_info=not isinstance(exc, LATER))
             return False
         self.done([row.id])
         return True
@@ -250,9 +259,7 @@ class Chords:
             callback.delay(results)
         except IdempotencyConflict:
             logger.info("the body of chord %s is out already", chord_id)
-        except LATER:
-            raise
-        except Exception as exc:  # as Celery does
+        except NEVER as exc:  # as Celery does
             logger.exception("the body of chord %s cannot be sent", chord_id)
             self._fail(callback, f"the body of chord {chord_id} cannot be sent: {exc!r}", exc)
 
@@ -297,13 +304,15 @@ class Chords:
             return _Failed(row.failed_before, _error(row.error_before, f"job {row.failed_before} has not succeeded"))
         told = self.app.AsyncResult(row.id)
         try:
-            state = told.state
-            if state == states.SUCCESS:
-                return told.result
+            state, value = told.state, told.result
         except NotImplementedError as exc:
             raise _Open(row.id) from exc
+        except Exception as exc:
+            raise _Silent from exc
+        if state == states.SUCCESS:
+            return value
         if state in states.PROPAGATE_STATES:
-            return _Failed(row.id, told.result if isinstance(told.result, BaseException) else Exception(state))
+            return _Failed(row.id, value if isinstance(value, BaseException) else Exception(state))
         raise _Open(row.id)
 
 

@@ -11,12 +11,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from celery import Celery, chain, chord, group
+from celery import Celery, chain, chord, current_task, group
 from celery.backends.redis import RedisBackend
 
 from celery_safe_effects import Happened, NotHappened, Operation, Outcome, SafeTask, effect
 from celery_safe_effects.effects import Effect
+from celery_safe_effects.glue.chords import Chords, body_of
 from celery_safe_effects.glue.execution import Execution
+from celery_safe_effects.glue.publish import Publisher
 from example_project.provider_client import Declined, Row
 from tests.support import tasks
 from tests.support.names import DEATH_VARIABLE
@@ -112,6 +114,10 @@ class MortalTask(SafeTask):
         """Celery has stored the result and counted the chord's part, and will send `task_success`."""
         die_once("before_settling", task_id)
 
+    def on_failure(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+        """Celery has stored the error and sent the errbacks, and will send `task_failure`."""
+        die_once("before_settling", task_id)
+
 
 def install_deaths() -> None:
     """In a worker: patch the steps, from the job's end to its settling, at which it may have to die."""
@@ -127,6 +133,9 @@ def install_deaths() -> None:
 
         setattr(RedisBackend, name, patched)
 
+    def running() -> str:
+        return str(current_task.request.id) if current_task else ""
+
     run = Execution.run
 
     def run_then_die(self: Execution) -> Any:
@@ -140,6 +149,27 @@ def install_deaths() -> None:
     before("mark_as_done", "before_store", str)
     # The result is stored; the chord does not count it yet.
     before("on_chord_part_return", "before_chord", lambda request: str(request.id))
+    # The error is recorded; Celery has done nothing about it.
+    before("mark_as_failure", "before_failure", str)
+    # The error is stored; the errbacks are not out.
+    before("_call_task_errbacks", "before_errbacks", lambda request: running())
+
+    done, send_task_message = Chords.done, Publisher.send_task_message
+
+    def die_then_done(self: Chords, chord_ids: Any) -> None:
+        if chord_ids:
+            die_once("before_done", running())
+        done(self, chord_ids)
+
+    def die_then_send(self: Publisher, send: Any, producer: Any, name: str, message: Any, options: Any) -> Any:
+        if body_of(options):
+            die_once("before_body", running())
+        return send_task_message(self, send, producer, name, message, options)
+
+    # The chord's body, or its errbacks, are out; the chord still stands in the database.
+    Chords.done = die_then_done  # type: ignore[method-assign]
+    # The chord has counted its last member; its body is not out.
+    Publisher.send_task_message = die_then_send  # type: ignore[method-assign]
 
 
 def add_tasks(app: Celery) -> None:
@@ -190,15 +220,22 @@ def add_tasks(app: Celery) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     @app.task(base=MortalTask, bind=True, shared=False, name="tests.mortal", effects=[tasks.refund])
-    def mortal(self: Any, order: str) -> Any:
+    def mortal(self: Any, order: str, fails: bool = False) -> Any:
         """One effect; its worker may die when it is over."""
         refund = tasks.refund(order)
+        if fails:
+            raise LookupError(order)
         return refund.ref
 
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.follow", effects=[tasks.deploy])
     def follow(self: Any, before: Any = None) -> Any:
         """A continuation with an effect."""
         return tasks.deploy(repr(before)).ref
+
+    @app.task(base=SafeTask, shared=False, name="tests.explaining", effects=[tasks.mail])
+    def explaining(request: Any, exc: Any, traceback: Any) -> Any:
+        """An errback with an effect, which gets all that Celery knows."""
+        return tasks.mail(f"{request.id} failed").ref
 
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.child", effects=[tasks.refund])
     def child(self: Any, number: int) -> int:
