@@ -622,7 +622,7 @@ MUTANTS = (
     Mutant(
         "crossing: nor by large batches",
         "glue/acceptance.py",
-        'LOCK_TIMEOUT_ENLISTED: Final = "1ms"',
+        'LOCK_TIMEOUT_ENLISTED: Final = "50ms"',
         'LOCK_TIMEOUT_ENLISTED: Final = "30s"',
         (f"{CROSSING}::test_a_large_batch_with_a_busy_key_keeps_no_place_twice",),
     ),

@@ -55,7 +55,7 @@ PATIENCE: Final = 2.0
 PATIENCE_OF_MANY: Final = 0.2
 PATIENCE_WITH_KEYS: Final = 5.0
 """Seconds that a batch spends on finding out which of its keys are held."""
-LOCK_TIMEOUT_ENLISTED: Final = "1ms"
+LOCK_TIMEOUT_ENLISTED: Final = "50ms"
 PATIENCE_ENLISTED: Final = 0.5
 """Inside a caller's transaction: seconds in which a call asks again for keys that are held. It does not wait for them
 in the database, where another caller, that waits for this one, would be in a deadlock with it."""
@@ -292,6 +292,9 @@ class Acceptance:
                 return self._statement(self._run(door), door, candidates, wait, sent, give_up)
             except (psycopg.errors.LockNotAvailable, psycopg.DataError) as exc:
                 busy = isinstance(exc, psycopg.errors.LockNotAvailable)
+                if busy and len(candidates) == 1 and door.enlisted is not None and clock() < give_up:
+                    time.sleep(ASK_AGAIN)  # not for a key of another caller: a table grows, or a batch is under way
+                    return self._ask(door, candidates, tries=tries, wait=wait, give_up=give_up)
                 if len(candidates) == 1 or (busy and clock() >= give_up):
                     return [_refused(candidate, _blame(exc), exc) for candidate in candidates]
                 # One of them cannot be stored, or waits for another's open transaction: find it, for the others' sake.
@@ -347,7 +350,10 @@ class Acceptance:
                         also(run, found)
                 return self.tell(candidates, found, door)
             except (psycopg.errors.LockNotAvailable, psycopg.DataError) as exc:
-                raise _blame(exc) from exc
+                busy = isinstance(exc, psycopg.errors.LockNotAvailable)
+                if not busy or door.enlisted is None or attempt == ACCEPT_TRIES - 1:
+                    raise _blame(exc) from exc
+                time.sleep(ASK_AGAIN)
             except StoreUnavailable as exc:
                 if door.enlisted is not None or not sent:
                     raise

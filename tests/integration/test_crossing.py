@@ -13,6 +13,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from celery import group
 from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import create_engine, pool, text
 from sqlalchemy.orm import Session
@@ -276,5 +277,33 @@ def test_a_large_batch_with_a_busy_key_keeps_no_place_twice(
         one.commit()
     assert len(sql("SELECT id FROM jobs")) == 100
     assert sql("SELECT * FROM reservation") == []
+    assert deadlocks(sql) == 0
+    business.engine.dispose()
+
+
+def test_named_canvases_cross(shop: Shop, database_url: str, sql: Sql) -> None:
+    """A canvas is refused as a whole; what the caller did before stands."""
+    business = Business("session", database_url)
+    barrier = threading.Barrier(2, timeout=30)
+
+    def caller(order: str) -> list[str]:
+        told = []
+        with business.begin() as (transaction, run):
+            for name in order:
+                barrier.wait()
+                canvas = group(shop.bill.s(name, n) for n in range(3))
+                try:
+                    canvas.apply_async(transaction=transaction, idempotency_key=name)
+                    told.append("accepted")
+                except AdmissionRejected as exc:
+                    told.append(exc.reason)
+            run("UPDATE public.stock SET n = n + 1 WHERE id = 'one'")
+        return told
+
+    told = together(partial(caller, "AB"), partial(caller, "BA"))
+    assert all(one[0] == "accepted" for one in told)
+    assert {one[1] for one in told} == {"idempotency_key_busy"}
+    assert len(sql("SELECT id FROM jobs")) == 2 * 3
+    assert sql("SELECT n FROM public.stock WHERE id = 'one'") == [{"n": 2}]
     assert deadlocks(sql) == 0
     business.engine.dispose()
