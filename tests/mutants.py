@@ -51,6 +51,7 @@ EXACT = "tests/integration/test_guards.py"
 JOBS = (EXACT, "tests/integration/test_jobs.py")
 GUARDS = (EXACT, "tests/integration/test_schema_guards.py")
 LOST = ("tests/integration/test_republish.py",)
+RESTORED = ("tests/integration/test_rebuild.py",)
 GRANTS = "tests/integration/test_grants.py"
 CROSSING = "tests/integration/test_crossing.py"
 LIMITS = ("tests/integration/test_limits.py",)
@@ -639,6 +640,63 @@ MUTANTS = (
         "                    self.safe.admission.release(free)\n",
         "",
         (CROSSING,),
+    ),
+    # -- a restored database -------------------------------------------------------------------------------------------
+    Mutant(
+        "epoch: a lower number without a row is a lost job",
+        STATEMENTS,
+        "\n       OR EXISTS (SELECT FROM {s}.epoch e WHERE e.first_seq > %(seq)s) AS lost",
+        " AS lost",
+        RESTORED,
+    ),
+    Mutant(
+        "epoch: numbers that no lost state can have given",
+        STATEMENTS,
+        "SELECT greatest(q.last_value + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint), (",
+        "SELECT q.last_value + 1, (",
+        RESTORED,
+    ),
+    Mutant(
+        "restored: a cancel that is asked for is no reason to hold",
+        STATEMENTS,
+        "AND NOT j.held AND j.cancel_requested_at IS NULL\n",
+        "AND NOT j.held\n",
+        RESTORED,
+    ),
+    Mutant(
+        "restored: jobs of before the epoch alone",
+        STATEMENTS,
+        "AND j.seq < %(epoch)s AND j.task",
+        "AND j.task",
+        RESTORED,
+    ),
+    Mutant(
+        "restored: tasks that can have done nothing go on",
+        STATEMENTS,
+        "AND j.seq < %(epoch)s AND j.task <> ALL (%(spared)s::text[])\n",
+        "AND j.seq < %(epoch)s\n",
+        RESTORED,
+    ),
+    Mutant(
+        "restored: what has not come due can have done nothing",
+        STATEMENTS,
+        "       AND coalesce(j.run_after <= clock_timestamp(), true)\n       AND NOT EXISTS",
+        "       AND NOT EXISTS",
+        RESTORED,
+    ),
+    Mutant(
+        "restored: a whole body's question is for its lookup",
+        STATEMENTS,
+        "WHERE o.job_id = j.id AND o.whole_body AND o.status IN ('intent_recorded', 'unknown'))\n     LIMIT",
+        "WHERE o.job_id = j.id AND o.whole_body AND o.status IN ('refused'))\n     LIMIT",
+        RESTORED,
+    ),
+    Mutant(
+        "republish all: each message once",
+        STATEMENTS,
+        "AND j.published_at < %(at)s::timestamptz\n     ORDER BY j.published_at LIMIT",
+        "\n     ORDER BY j.published_at LIMIT",
+        RESTORED,
     ),
 )
 

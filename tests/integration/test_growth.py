@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from typing import Any
 from uuid import uuid4
 
@@ -56,6 +57,7 @@ STATEMENTS: dict[str, dict[str, Any]] = {
     "WAKE_FREE": {"limits": "{}"},
     "REAP_RESERVATIONS": {"limit": 500},
     "LOOKS": {"every": 5.0},
+    "REPUBLISH": {"queue": "celery", "priority": 0, "since": None, "at": datetime.now(timezone.utc), "limit": 50},
 }  # fmt: skip
 
 

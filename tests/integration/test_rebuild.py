@@ -63,7 +63,12 @@ def test_all_messages_go_out_again_in_their_order_and_in_batches(
     jobs = [shop.bill.delay(n).id for n in range(8)]
     assert shop.published() == jobs
     told: list[tuple[int, int]] = []
-    found = shop.safe.republish(all=True, progress=lambda done, total: told.append((done, total)))
+
+    def progress(done: int, total: int) -> None:
+        told.append((done, total))
+        assert done <= total
+
+    found = shop.safe.republish(all=True, progress=progress)
     assert (found, found.missed) == (8, 0)
     assert told == [(3, 8), (6, 8), (8, 8)]
     assert shop.published() == jobs
