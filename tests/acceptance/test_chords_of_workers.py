@@ -10,6 +10,7 @@ import pytest
 from celery import chain, chord, group
 
 from celery_safe_effects.testing import eventually
+from tests.support import canvas_tasks
 from tests.support.canvases import (
     decide,
     forget,
@@ -23,6 +24,7 @@ from tests.support.canvases import (
     site_conf,  # noqa: F401
 )
 from tests.support.site import Site
+from tests.support.tasks import create_app
 
 BODIES = ["safe", "plain", "chain", "group", "chord"]
 
@@ -61,6 +63,36 @@ def test_a_parked_member(site: Site, kind: str, forgets: bool) -> None:
     inner = [expected, expected] if kind == "chord" else expected
 
     assert argument == ran(site, name) == [repr([name, inner])]
+
+
+def test_a_verdict_after_the_results_have_expired(site: Site) -> None:
+    """Celery's own `result_expires`: Redis forgets by itself, a database is told to."""
+    name = str(uuid4())
+    conf = {**site.conf, "result_expires": 2}
+    app = create_app({**conf, "imports": []})
+    canvas_tasks.add_tasks(app)
+    site.provider.control(kind="charge_plain", times=1, drop_reply=True)
+    with site.start("expires", conf={"result_expires": 2, "task_default_queue": "expires"}, queues=["expires"]):
+        app.conf.task_default_queue = "expires"
+        waiting = app.tasks["tests.charge_plain"].si(name, 5).set(task_id=str(uuid4()))
+        part, body = app.tasks["tests.part"].s(1), app.tasks["tests.collect"].s(named=name)
+        result = chord([part, waiting], body).apply_async()
+        member = result.parent[0].id
+        settled(site, member)
+        site.ends(site.app.AsyncResult(waiting.options["task_id"]), "unknown")
+
+        def expired() -> bool:
+            app.backend.cleanup()
+            return bool(app.AsyncResult(member).state == "PENDING")
+
+        eventually(expired, 20, message="the result has expired")
+        ref = decide(site, waiting)
+        eventually(lambda: ran(site, name), 30, message="the body ran")
+        eventually(lambda: not site.sql("SELECT id FROM chord WHERE id = %s", result.parent.id), 30)
+        settled(site, result.id)
+    assert ran(site, name) == [repr([name, [1, ref]])]
+    app.__dict__["_safe_effects"].close()
+    app.close()
 
 
 FAILURES = ["fails", "is cancelled", "a step fails", "an inner chord fails"]
@@ -129,9 +161,12 @@ def test_a_chord_outlives_the_retention_of_its_members(site: Site) -> None:
 
 
 @pytest.mark.parametrize("forgets", [True, False], ids=["forgotten", "known"])
-@pytest.mark.parametrize("dies", [True, False], ids=["runs twice", "runs once"])
-def test_a_member_that_adds_another(site: Site, dies: bool, forgets: bool) -> None:
-    """One more member, one more result, one body; where a result backend cannot do it, the member says so."""
+@pytest.mark.parametrize("dies", ["", "sent", "counted"])
+def test_a_member_that_adds_another(site: Site, dies: str, forgets: bool) -> None:
+    """One more member, one more result, one body; where a result backend cannot do it, the member says so.
+
+    Killed once it is counted, before that is written down, it is counted twice.
+    """
     name = str(uuid4())
     waiting = parked(site, name)
     member = s(site, "adds", "own", "added", dies)
@@ -150,7 +185,9 @@ def test_a_member_that_adds_another(site: Site, dies: bool, forgets: bool) -> No
         forget(site)
     else:
         backend = site.app.backend
-        assert int(backend.client.get(backend.get_key_for_group(result.parent.id, ".t"))) == 1
+        assert int(backend.client.get(backend.get_key_for_group(result.parent.id, ".t"))) == (
+            2 if dies == "counted" else 1
+        )
     assert ran(site, name) == []
     ref = decide(site, waiting)
     over(site, result.parent.id)

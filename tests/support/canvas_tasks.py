@@ -81,10 +81,19 @@ def add_tasks(app: Celery) -> None:
         counted("explained", [named, request.id, request.task, type(exc).__name__, str(exc)])
 
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.adds", effects=[tasks.refund])
-    def adds(self: Any, value: Any, added: Any, dies: bool = False) -> Any:
-        """A member that adds another one to its chord, and may die after it."""
+    def adds(self: Any, value: Any, added: Any, dies: str = "") -> Any:
+        """A member that adds another one to its chord, and may die once that is counted, or once it is sent."""
+        first, backend = self.job.attempt == 1, self.app.backend
+        count = backend.add_to_chord
+
+        def count_then_die(*args: Any) -> None:
+            count(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if first and dies == "counted":
+            backend.add_to_chord = count_then_die
         self.add_to_chord(self.app.tasks["tests.part"].s(added))
-        if dies and self.job.attempt == 1:
+        if first and dies == "sent":
             os.kill(os.getpid(), signal.SIGKILL)
         return value
 
