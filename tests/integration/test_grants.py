@@ -37,13 +37,6 @@ def as_kind(role_urls: dict[str, str]) -> Iterator[dict[str, psycopg.Connection[
         connection.close()
 
 
-def test_every_statement_belongs_to_somebody() -> None:
-    """A new statement needs a decision in `store/grants.py`."""
-    assert sorted(grants.STATEMENTS) == STATEMENTS
-    declared = [name for names in grants._BY_KIND.values() for name in names.split()]
-    assert len(declared) == len(set(declared))
-
-
 def refused(connection: psycopg.Connection[Any], text: str, schema: str) -> str | None:
     """Why a role may not run a statement; its plan is made and its rights are checked, and nothing is done."""
     names: list[str] = []
