@@ -19,7 +19,7 @@ from .engine import failures, loop, process
 from .engine.admission import Admission, LimitInUse, StoredLimits
 from .engine.job import Hooks
 from .engine.lease import LeaseKeeper
-from .engine.metrics import Metric, Metrics
+from .engine.metrics import COUNTED, Metric, Metrics
 from .engine.prune import Pruned, Pruner
 from .engine.rebuild import Rebuilder, Republished
 from .engine.reconcile import Reconciled, Reconciler
@@ -411,10 +411,11 @@ class SafeEffects:
         """Counts by status, the oldest waiting jobs, maintenance and double effects, as one look at the database.
 
         Returns:
-            the columns of the statement ``VIEW_OVERVIEW``; times are the database's, ``at`` is its present.
+            the columns of the statement ``VIEW_OVERVIEW``; times are the database's, ``at`` is its present. Counting
+            ends at 100,001 of a kind.
         """
-        found: dict[str, Any] = self.store.rows("VIEW_OVERVIEW")[0]._asdict()
-        return found
+        found: dict[str, Any] = self.store.rows("VIEW_OVERVIEW", most=COUNTED + 1)[0]._asdict()
+        return {**found, "jobs": found["jobs"] or {}, "operations": found["operations"] or {}}
 
     def set_limits(
         self, limits: Limits | None, *, tenant: str | None = None, task: str | None = None, actor: str = "set_limits"

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from . import acting, doctor, limits, looking, metrics
+from . import acting, console, doctor, limits, looking, metrics
 
 
 @click.group("safe-effects", context_settings={"help_option_names": ["-h", "--help"]})
@@ -36,6 +36,7 @@ for _command in (
     acting.reconcile,
     acting.prune,
     metrics.metrics,
+    console.console,
     doctor.doctor,
 ):
     safe_effects.add_command(_command)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ..engine.metrics import COUNTED
 from ..states import TERMINAL, JobStatus, OperationStatus
 from ..words import age, since
 from . import output
@@ -72,8 +73,9 @@ def status(console: Console, safe: SafeEffects) -> Answer:
         "warnings": [{"code": w.code, "message": w.message} for w in warnings],
         "at": found["at"],
         "schema": {"name": config.schema, "version": found["schema_version"]},
-        "jobs": jobs,
-        "operations": operations,
+        "jobs": {name: min(n, COUNTED) for name, n in jobs.items()},
+        "operations": {name: min(n, COUNTED) for name, n in operations.items()},
+        "counted_to": COUNTED,
         "oldest_queued_s": since(found, "oldest_queued_at"),
         "oldest_unknown_s": since(found, "oldest_unknown_at"),
         "sweep": _maintenance(found, "sweep"),
@@ -87,8 +89,8 @@ def status(console: Console, safe: SafeEffects) -> Answer:
             *(("problem", f"[{p.code}] {p.message}") for p in problems),
             *(("warning", f"[{w.code}] {w.message}") for w in warnings),
             ("schema", f"{config.schema}, version {found['schema_version']}"),
-            ("jobs", ", ".join(f"{n} {name}" for name, n in jobs.items() if n) or "none"),
-            ("operations", ", ".join(f"{n} {name}" for name, n in operations.items() if n) or "none"),
+            ("jobs", _counts(jobs)),
+            ("operations", _counts(operations)),
             ("oldest queued", _ago(found, "oldest_queued_at", "none")),
             ("oldest unknown", _ago(found, "oldest_unknown_at", "none")),
             ("last sweep", _ago(found, "sweep_finished_at", "never", found["sweep_by"])),
@@ -97,6 +99,13 @@ def status(console: Console, safe: SafeEffects) -> Answer:
         ]
     )
     return Answer(document, [lines[0].strip(), *lines[1:]], ok=not problems)
+
+
+def _counts(found: dict[str, int]) -> str:
+    def number(n: int) -> str:
+        return f"{n}" if n <= COUNTED else f"{COUNTED:,} or more"
+
+    return ", ".join(f"{number(n)} {name}" for name, n in found.items() if n) or "none"
 
 
 def _maintenance(found: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1392,12 +1392,33 @@ SELECT id, at, job_id, operation_key, from_status, to_status, fence, actor, reas
  WHERE job_id = %(id)s AND id > %(after)s ORDER BY id
 """
 # One look at everything, for `status`. A job that waits for its ETA is not late.
-VIEW_OVERVIEW: Final = """
+# Counts end at `most`, each by an index of its own: a look at the system costs the same however much is finished.
+_SOME: Final = "SELECT '{name}' AS status, count(*) AS n FROM (SELECT FROM {s}.job j WHERE {where} LIMIT %(most)s) x"
+_JOBS_BY_STATUS: Final = " UNION ALL ".join(
+    _SOME.replace("{name}", name).replace("{where}", f"j.status = '{name}'" + also)
+    for names, also in (
+        (("queued", "leased", "running", "unknown"), ""),
+        (("succeeded", "failed", "cancelled"), " AND j.finished_at IS NOT NULL"),
+    )
+    for name in names
+)
+_OPERATIONS_BY_STATUS: Final = """
+    SELECT 'intent_recorded' AS status, coalesce(sum(j.open_ops), 0) AS n
+      FROM {s}.job j WHERE j.status IN ('leased', 'running')
+    UNION ALL
+    SELECT 'unknown', count(*) FROM (SELECT FROM {s}.operation o WHERE o.status = 'unknown' LIMIT %(most)s) x
+    UNION ALL
+    SELECT x.status, count(*) FROM (SELECT o.status FROM {s}.operation o LIMIT %(most)s) x
+     WHERE x.status NOT IN ('intent_recorded', 'unknown') GROUP BY x.status"""
+VIEW_OVERVIEW: Final = (
+    """
 SELECT clock_timestamp() AS at, (SELECT max(version) FROM {s}.schema_version) AS schema_version,
-       (SELECT coalesce(json_object_agg(c.status, c.n), '{}'::json)
-          FROM (SELECT status, count(*) AS n FROM {s}.jobs GROUP BY status) c) AS jobs,
-       (SELECT coalesce(json_object_agg(c.status, c.n), '{}'::json)
-          FROM (SELECT status, count(*) AS n FROM {s}.operations GROUP BY status) c) AS operations,
+       (SELECT json_object_agg(c.status, c.n) FROM ("""
+    + _JOBS_BY_STATUS
+    + """) c WHERE c.n > 0) AS jobs,
+       (SELECT json_object_agg(c.status, c.n) FROM ("""
+    + _OPERATIONS_BY_STATUS
+    + """) c WHERE c.n > 0) AS operations,
        (SELECT min(greatest(created_at, eta)) FROM {s}.jobs
          WHERE status = 'queued' AND coalesce(eta <= clock_timestamp(), true)) AS oldest_queued_at,
        (SELECT min(t.at) FROM {s}.jobs j CROSS JOIN LATERAL (
@@ -1415,6 +1436,7 @@ SELECT clock_timestamp() AS at, (SELECT max(version) FROM {s}.schema_version) AS
   LEFT JOIN {s}.maintenance sweep ON sweep.name = 'sweep'
   LEFT JOIN {s}.maintenance reconcile ON reconcile.name = 'reconcile'
 """
+)
 
 # -- metrics: each reads a bounded number of rows by an index, whatever the tables hold ------------------------------
 

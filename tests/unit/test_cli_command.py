@@ -65,7 +65,7 @@ def test_every_command_takes_json_and_says_what_it_does() -> None:
     wanted = (
         "upgrade status jobs show log operations resolve retry cancel limits republish sweep reconcile prune metrics"
     )
-    assert set(safe_effects.commands) == {*wanted.split(), "metrics", "doctor"}
+    assert set(safe_effects.commands) == {*wanted.split(), "metrics", "doctor", "console"}
     for found in safe_effects.commands.values():
         assert found.help
         assert any("--json" in p.opts for p in found.params)
