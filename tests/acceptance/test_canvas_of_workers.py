@@ -120,7 +120,8 @@ def test_a_group_is_saved_and_found_again(site: Site) -> None:
     result.save()
     found = GroupResult.restore(result.id, app=site.app)
     assert [one.id for one in found] == [one.id for one in result]
-    assert found.get(timeout=TIMEOUT) == [1, 2]
+    eventually(found.ready, TIMEOUT, message="all have ended")
+    assert [one.get(timeout=TIMEOUT) for one in found] == [1, 2]
     assert (found.successful(), found.completed_count()) == (True, 2)
 
 
@@ -196,7 +197,9 @@ def test_replace(site: Site, by: str, then: str) -> None:
     elif then == "in a chain":
         assert (replaced | s(site, "part", "z")).apply_async().get(timeout=TIMEOUT) == [own, "z"]
     else:
-        assert group(replaced, s(site, "part", 2)).apply_async().get(timeout=TIMEOUT) == [own, 2]
+        found, second = group(replaced, s(site, "part", 2)).apply_async().get(timeout=TIMEOUT)
+        # Before 5.7, Celery gives a group that takes a member's place one index.
+        assert (sorted(found), second) == (sorted(own), 2) if by == "group" else (found, second) == (own, 2)
 
 
 def test_replaced_task_nesting(site: Site) -> None:

@@ -219,7 +219,9 @@ def test_a_member_that_something_takes_the_place_of(site: Site, by: str, forgets
         by, ["own", "other"]
     )
     over(site, result.parent.id)
-    eventually(lambda: ran(site, name) == [repr([name, [own, ref]])], 30, message="the body ran")
+    # Before 5.7, Celery gives a group that takes a member's place one index.
+    either = [repr([name, [own, ref]]), repr([name, [own[::-1], ref]])] if by == "group" else [repr([name, [own, ref]])]
+    eventually(lambda: ran(site, name) in [[one] for one in either], 30, message="the body ran")
 
 
 ERRBACKS = ["explain", "plain_explain"]

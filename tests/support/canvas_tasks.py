@@ -65,8 +65,8 @@ def add_tasks(app: Celery) -> None:
         """An errback that gets an id."""
         return tasks.mail(repr([named, failed_id])).ref
 
-    @app.task(shared=False, name="tests.plain_oops")
-    def plain_oops(failed_id: str, named: Any = None) -> None:
+    @app.task(bind=True, shared=False, name="tests.plain_oops")
+    def plain_oops(self: Any, failed_id: str, named: Any = None) -> None:
         """The same of Celery alone."""
         counted("explained", [named, failed_id])
 
