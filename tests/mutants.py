@@ -273,20 +273,6 @@ MUTANTS = (
         "if not self.job.held.trusted():",
         ("tests/integration/test_deadline.py", *JOBS),
     ),
-    Mutant(
-        "effect: not begun in a lost lease",
-        "engine/calls.py",
-        "        if not job.held.trusted():\n            raise job.lost()\n        self._span",
-        "        self._span",
-        (*JOBS, "tests/faults/test_fault_16.py"),
-    ),
-    Mutant(
-        "effect: an open step keeps others out",
-        "engine/calls.py",
-        "        if record.status == Op.INTENT_RECORDED:\n            raise OperationBusy(",
-        "        if False:\n            raise OperationBusy(",
-        JOBS,
-    ),
     # -- parking and ends ----------------------------------------------------------------------------------------------
     Mutant(
         "end: an open question parks",
@@ -308,13 +294,6 @@ MUTANTS = (
         "        WHEN wish = 'again' AND j.attempts >= j.max_attempts THEN 'failed'\n",
         "",
         (*JOBS, *RETRIES),
-    ),
-    Mutant(
-        "sweep: the lease is looked at again under the lock",
-        STATEMENTS,
-        "  FROM due WHERE j.id = due.id AND j.status IN ('leased', 'running') AND j.lease_until < clock_timestamp()\n",
-        "  FROM due WHERE j.id = due.id\n",
-        SWEEPS,
     ),
     Mutant(
         "sweep: skip locked",

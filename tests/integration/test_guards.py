@@ -427,3 +427,36 @@ def test_celery_is_told_of_the_end_that_stands(protocol: Protocol, store: Store,
     assert told(fence)
     if statement == "TELL":
         assert not told(fence), "another delivery tells it"
+
+
+# -- several at once ---------------------------------------------------------------------------------------------------
+
+SWEEPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SWEEP_LEASES": (
+        "lease_until = clock_timestamp() - interval '1 s'",
+        {"limit": 10, "wish": "again", "reason": "lease_expired", "delay": 0.0, "max_delay": 0.0, "actor": "sweeper"},
+    ),
+    "SWEEP_DYING": ("expires_at = clock_timestamp()", {"id": None, "limit": 10, "actor": "sweeper"}),
+    "DUE": (
+        "next_publish_at = clock_timestamp()",
+        {"ids": None, "limit": 10, "ahead": 0.0, "settle_tries": 8, "republish": 60.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("statement", list(SWEEPS))
+def test_a_row_that_somebody_has_locked_holds_up_no_other(
+    protocol: Protocol, store: Store, sql: Sql, dsn: str, statement: str
+) -> None:
+    """Whoever holds it is alive, and the next sweep sees what became of it."""
+    changes, params = SWEEPS[statement]
+    locked, free = protocol.accept(), protocol.accept()
+    if statement == "SWEEP_LEASES":
+        for job_id in (locked, free):
+            assert protocol.claim(job_id) is not None
+    sql(f"UPDATE job SET {changes}")  # type: ignore[call-overload, unused-ignore]
+    with psycopg.connect(dsn) as connection:
+        connection.execute("SELECT FROM safe_effects.job WHERE id = %s FOR UPDATE", (locked,))
+        assert [row.id for row in store.rows(statement, **params)] == [free]
+        connection.rollback()
+    assert [row.id for row in store.rows(statement, **params)] == [locked]

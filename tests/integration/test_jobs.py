@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from datetime import timedelta
@@ -316,6 +317,30 @@ def test_an_undeclared_effect_is_refused_before_anything_is_recorded(lab: Lab) -
         assert "UndeclaredEffect" in lab.row(job)["last_error"]
         assert lab.operations(job) == {}
     assert lab.calls == []
+
+
+def test_a_call_whose_intent_took_longer_than_its_deadline_does_not_begin(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner can prove that it did not happen; the next run sends it."""
+    a = lab.effect("a", deadline=0.3)
+    store, intent = lab.safe.store, lab.safe.store.intent
+    task = lab.task(lambda self: a().ref, effects=[a])
+
+    def slowly(*args: Any) -> Any:
+        answer = intent(*args)
+        time.sleep(0.4)
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "intent", slowly)
+        job = lab.run(task)
+    assert (lab.calls, lab.operations(job)) == ([], {"1": "not_happened"})
+    lab.sql("UPDATE job SET lease_until = clock_timestamp() - interval '1 s' WHERE id = %s", job)
+    lab.safe.sweep()
+    lab.sql("UPDATE job SET run_after = NULL WHERE id = %s", job)
+    lab.run(task, job=job)
+    assert (lab.calls, lab.status(job)) == ([("a", f"{job}:1")], "succeeded")
 
 
 def test_an_unnamed_call_while_another_is_open_needs_a_name(lab: Lab) -> None:
