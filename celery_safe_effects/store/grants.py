@@ -87,7 +87,7 @@ _OF_OBSERVERS: Final[_Tables] = {
     # For what the views cannot answer by an index. Never the envelope, which holds redacted arguments.
     "job": {
         "SELECT": """id seq task status reason tenant pool queue created_at run_after started_at finished_at leased_at
-            lease_until lease_owner next_publish_at waiting_for"""
+            lease_until lease_owner next_publish_at waiting_for open_ops"""
     },
     "operation": {
         "SELECT": "key job_id effect status intent_at double_at next_reconcile_at",
