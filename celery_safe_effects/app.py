@@ -17,7 +17,7 @@ from .doctor import Finding
 from .effects import Effect, all_effects, registered
 from .engine import failures, loop, process
 from .engine.admission import Admission, LimitInUse, StoredLimits
-from .engine.job import Hooks
+from .engine.job import Hooks, key_of
 from .engine.lease import LeaseKeeper
 from .engine.metrics import COUNTED, Metric, Metrics
 from .engine.prune import Pruned, Pruner
@@ -36,10 +36,11 @@ from .glue.task import SafeTask, keep_built_ins_plain
 from .glue.teller import Teller
 from .glue.trace import END
 from .limits import Limits
+from .states import OperationStatus
 from .store import migrate
 from .store.grants import Grants
 from .store.hot import Lease, Store
-from .values import Enqueued, Happened, JobRow, NotHappened, OperationRow, Refused, TransitionRow
+from .values import Enqueued, Happened, InFlight, JobRow, NotHappened, OperationRow, Refused, TransitionRow
 
 logger = logging.getLogger(__name__)
 
@@ -497,17 +498,35 @@ class SafeEffects:
         Raises:
             NotFound: when there is none.
         """
-        found = self.store.rows("VIEW_OPERATIONS", key=key, job=None, status=None, limit=1)
+        anything = dict.fromkeys(("job", "status", "effect", "tenant", "older"))
+        found = self.store.rows("VIEW_OPERATIONS", key=key, **anything, limit=1)
         if not found:
             raise NotFound(f"there is no operation {key!r}", key=key)
         return OperationRow(*found[0])
 
-    def operations(self, job_id: str | None = None, status: str | None = None, limit: int = 1000) -> list[OperationRow]:
-        """Operations of a job, or by status, in the order of their first intents; at most ``limit``."""
-        return [
-            OperationRow(*row)
-            for row in self.store.rows("VIEW_OPERATIONS", key=None, job=job_id, status=status, limit=limit)
-        ]
+    def in_flight(self, tenant: str | None = None, task: str | None = None, limit: int = 1000) -> list[InFlight]:
+        """What workers own now, by tenant and task, the longest owned first; at most ``limit``."""
+        return [InFlight(*row) for row in self.store.rows("VIEW_LIVE", tenant=tenant, task=task, limit=limit)]
+
+    def operations(
+        self,
+        job_id: str | None = None,
+        status: str | None = None,
+        limit: int = 1000,
+        *,
+        effect: str | None = None,
+        tenant: str | None = None,
+        older_than: float | None = None,
+    ) -> list[OperationRow]:
+        """Operations, in the order of their first intents.
+
+        Arguments:
+            job_id, status, effect, tenant: only those of this job, with this status, of this effect, of this tenant.
+            limit: at most so many.
+            older_than: only those whose intent is older than so many seconds.
+        """
+        wanted = {"job": job_id, "status": status, "effect": effect, "tenant": tenant, "older": older_than}
+        return [OperationRow(*row) for row in self.store.rows("VIEW_OPERATIONS", key=None, **wanted, limit=limit)]
 
     def transitions(self, job_id: str, after: int = 0) -> list[TransitionRow]:
         """The log of a job, oldest first; only rows with an id above ``after``."""
@@ -588,19 +607,22 @@ class SafeEffects:
         self.publisher.deliver_now(job_id)
         return self.job(job_id)
 
-    def retry(self, job_id: str, reason: str, *, actor: str = "retry") -> JobRow:
+    def retry(self, job_id: str, reason: str, *, new_keys: Iterable[str] = (), actor: str = "retry") -> JobRow:
         """Run a failed, cancelled or mismatched job again; attempts start anew, recorded outcomes stay.
 
         Arguments:
             job_id: the job.
             reason: why; it ends up in the log.
+            new_keys: steps that the provider refused and that are sent again, under a new key; others stay refused.
             actor: who; the log shows ``operator:<actor>``.
 
         Raises:
             NotFound: when there is no such job.
-            NotAllowed: when its state does not allow it.
+            NotAllowed: when its state does not allow it, or a step has not been refused.
         """
-        if not self.store.rows("RETRY", id=job_id, reason=reason, actor=f"operator:{actor}"):
+        steps = list(dict.fromkeys(new_keys))
+        numbers = canonical.encode(self._new_keys(job_id, steps)) if steps else None
+        if not self.store.rows("RETRY", id=job_id, reason=reason, actor=f"operator:{actor}", new_keys=numbers):
             job = self.job(job_id)
             why = f" ({job.reason})" if job.reason else ""
             raise NotAllowed(
@@ -610,6 +632,29 @@ class SafeEffects:
         self.announce(f"operator:{actor}", job_id)
         self.publisher.deliver_now(job_id)
         return self.job(job_id)
+
+    def _new_keys(self, job_id: str, steps: list[str]) -> dict[str, int]:
+        """The numbers of new keys for refused steps of a job."""
+        row = self.store.row("JOB", id=job_id)
+        if row is None:
+            raise NotFound(f"there is no job {job_id!r}", job_id=job_id)
+        task = self.app.tasks.get(row.task)
+        if getattr(task, "_declared", None) is None:
+            raise NotAllowed(
+                f"task {row.task!r} declares no effects, or is not known here: a new key is for a step of declared "
+                "effects; nothing was changed"
+            )
+        present: dict[str, int] = canonical.decode(row.new_keys) or {}
+        recorded = {record.key: record for record in self.store.rows("RECORDED", id=job_id)}
+        for step in steps:
+            record = recorded.get(key_of(job_id, row.generation, step, present.get(step)))
+            status = "not recorded" if record is None else record.status
+            if record is None or record.keyed or status != OperationStatus.REFUSED:
+                raise NotAllowed(
+                    f"step {step!r} of job {job_id} is {status}; only a refused step, which no other job shares, gets "
+                    "a new key; nothing was changed"
+                )
+        return {step: present.get(step, 1) + 1 for step in steps}
 
     def republish(
         self,

@@ -174,6 +174,28 @@ class JobRow:
 
 
 @dataclass(frozen=True)
+class InFlight:
+    """A job that a worker owns.
+
+    Attributes:
+        worker: host, process and thread, as in the log of transitions.
+        held_s: seconds since this attempt's claim.
+        left_s: seconds until its lease runs out, unless it is renewed.
+        cancelled: whether it was asked to stop.
+    """
+
+    id: str
+    task: str
+    status: str
+    tenant: str
+    worker: str
+    held_s: float
+    left_s: float
+    attempts: int
+    cancelled: bool
+
+
+@dataclass(frozen=True)
 class OperationRow:
     """A row of the view ``operations``."""
 

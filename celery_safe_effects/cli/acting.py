@@ -5,15 +5,16 @@ from __future__ import annotations
 import getpass
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ..errors import NotAllowed, NotFound
 from ..states import JobStatus, OperationStatus
 from ..words import count
 from . import output
 from .command import Answer, Console, command, import_modules, text
-from .looking import ENDED, waits_for
+from .looking import ENDED, operation_table, waits_for
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 
 KINDS = ("producer", "worker", "observer")
+SEVERAL: Final = 10_000
+"""Operations that one command resolves, at most."""
+PROGRESS: Final = 100
 
 
 def _role(value: Any) -> tuple[str, str]:
@@ -130,8 +134,27 @@ ACTOR = click.option(
 )
 
 
-@command(check=_verdict)
-@click.argument("key", type=text)
+def _which_ones(
+    key: str | None, effect: str | None, tenant: str | None, older_than: float | None, yes: bool, **verdict: Any
+) -> None:
+    several = effect is not None or tenant is not None or older_than is not None
+    if (key is None) != several:
+        raise click.UsageError("name a KEY, or choose several by --effect, --tenant, --older-than")
+    if yes and not several:
+        raise click.UsageError("--yes goes with --effect, --tenant or --older-than")
+    _verdict(**verdict)
+    if several and verdict["happened"]:
+        raise click.UsageError("each that happened has a reference of its own: --happened goes with a KEY")
+
+
+@command(check=_which_ones)
+@click.argument("key", type=text, required=False)
+@click.option("--effect", type=text, help="Instead of a KEY: all unknown operations of this effect.")
+@click.option("--tenant", type=text, help="Instead of a KEY: all of this tenant.")
+@click.option(
+    "--older-than", type=click.FloatRange(min=0), metavar="SECONDS", help="Instead of a KEY: all sent longer ago."
+)
+@click.option("--yes", is_flag=True, help="With these: do it. Without it they are only shown.")
 @click.option("--happened", is_flag=True, help="The provider did it; needs --ref.")
 @click.option("--ref", type=text, help="With --happened: the provider's reference.")
 @click.option("--result", type=json_value, help="With --happened: what the effect would have returned, as JSON.")
@@ -144,7 +167,11 @@ ACTOR = click.option(
 def resolve(
     console: Console,
     safe: SafeEffects,
-    key: str,
+    key: str | None,
+    effect: str | None,
+    tenant: str | None,
+    older_than: float | None,
+    yes: bool,
     happened: bool,
     ref: str | None,
     result: _Given | None,
@@ -153,8 +180,15 @@ def resolve(
     reason: str,
     actor: str,
 ) -> Answer:
-    """Say what became of the operation KEY, whose outcome is unknown. The job goes on from there."""
+    """Say what became of the operation KEY, whose outcome is unknown, or of several. The job goes on from there.
+
+    With --effect, --tenant or --older-than it only shows which operations these are, until --yes is added. Exit status
+    1 when one of them was resolved otherwise meanwhile.
+    """
     verdict = _verdict(happened, ref, result, not_happened, refused)
+    if key is None:
+        wanted = {"effect": effect, "tenant": tenant, "older_than": older_than}
+        return _resolve_several(console, safe, wanted, verdict, actor, reason, yes)
     operation = safe.operation(key)
     said = _in_words(verdict)
     console.say(
@@ -177,6 +211,39 @@ def resolve(
     return Answer(document, lines)
 
 
+def _resolve_several(
+    console: Console,
+    safe: SafeEffects,
+    wanted: dict[str, Any],
+    verdict: Happened | NotHappened | Refused,
+    actor: str,
+    reason: str,
+    yes: bool,
+) -> Answer:
+    found = safe.operations(status=OperationStatus.UNKNOWN, limit=SEVERAL, **wanted)
+    said = _in_words(verdict)
+    document: dict[str, Any] = {"verdict": said, "actor": actor, "reason": reason, "found": len(found), "resolved": 0}
+    document |= {"done": yes, "missed": [], "keys": [operation.key for operation in found]}
+    if not found:
+        return Answer(document, ["no such operation is unknown"])
+    console.say(*operation_table(found), "", *output.facts([("verdict", said), ("actor", actor), ("reason", reason)]))
+    if not yes:
+        return Answer(document, [f"nothing was changed: --yes resolves these {count(len(found), 'operation')}"])
+    for number, operation in enumerate(found, 1):
+        try:
+            safe.resolve(operation.key, verdict, actor, reason)
+            document["resolved"] += 1
+        except (NotAllowed, NotFound) as exc:
+            document["missed"].append(operation.key)
+            console.note(f"warning: [{exc.code}] {exc.message}")
+        if number % PROGRESS == 0:
+            console.say(f"{number:,} of {len(found):,}")
+    lines = [f"done: {count(document['resolved'], 'operation')} resolved"]
+    if len(found) == SEVERAL:
+        lines.append("there may be more: run it again")
+    return Answer(document, lines, ok=not document["missed"])
+
+
 def _in_words(verdict: Happened | NotHappened | Refused) -> str:
     from .. import values
 
@@ -190,16 +257,25 @@ def _in_words(verdict: Happened | NotHappened | Refused) -> str:
 # -- retry, cancel -------------------------------------------------------------------------------------------------
 
 
-@command()
+@command(modules=True)
 @click.argument("job", type=text)
 @click.option("--reason", type=text, required=True, help="Why; it is recorded.")
+@click.option(
+    "--new-key",
+    "new_keys",
+    type=text,
+    multiple=True,
+    metavar="STEP",
+    help="Send this refused step again, under a new key; may be repeated.",
+)
 @ACTOR
-def retry(console: Console, safe: SafeEffects, job: str, reason: str, actor: str) -> Answer:
+def retry(console: Console, safe: SafeEffects, job: str, reason: str, new_keys: tuple[str, ...], actor: str) -> Answer:
     """Run a failed or cancelled JOB again, or a parked one without an open question.
 
-    Attempts start anew. What its effects achieved is remembered, and not done again.
+    Attempts start anew. What its effects achieved is remembered, and not done again; a step that the provider refused
+    stays refused, unless --new-key names it.
     """
-    row = safe.retry(job, reason, actor=actor)
+    row = safe.retry(job, reason, new_keys=new_keys, actor=actor)
     return Answer({"job": row}, [f"done: job {row.id} is {_state(row)}"])
 
 

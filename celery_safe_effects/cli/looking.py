@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -11,14 +12,14 @@ import click
 
 from ..engine.metrics import COUNTED
 from ..states import TERMINAL, JobStatus, OperationStatus
-from ..words import age, since
+from ..words import age, count, since
 from . import output
 from .command import Answer, Console, command, describe, text
 from .output import Column
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
-    from ..values import JobRow, OperationRow, TransitionRow
+    from ..values import InFlight, JobRow, OperationRow, TransitionRow
 
 POLL: Final = 0.5
 """Seconds between two looks of ``log --follow``."""
@@ -38,6 +39,15 @@ JOB_COLUMNS: Final = (
     Column("RUNS", keep=True, spare=2),
     Column("TENANT", spare=1),
     Column("REASON/REF"),
+)
+LIVE_COLUMNS: Final = (
+    Column("JOB", keep=True),
+    Column("TASK", tail=True),
+    Column("WORKER"),
+    Column("FOR", keep=True),
+    Column("RUNS", keep=True, spare=2),
+    Column("TENANT", spare=1),
+    Column("NOTE"),
 )
 OPERATION_COLUMNS: Final = (
     Column("KEY", keep=True),
@@ -128,11 +138,20 @@ def _ago(found: dict[str, Any], name: str, never: str, by: str | None = None) ->
 # -- jobs ----------------------------------------------------------------------------------------------------------
 
 
-@command()
+def _follows(follow: bool, timeout: float | None, status: str | None = None, **_: Any) -> None:
+    if timeout is not None and not follow:
+        raise click.UsageError("--timeout goes with --follow")
+    if status is not None and follow:
+        raise click.UsageError("--follow shows what is in flight: it takes no --status")
+
+
+@command(check=_follows)
 @click.option("--status", type=JOB_STATUS, help="Only jobs that are this.")
 @click.option("--tenant", type=text, help="Only jobs of this tenant.")
 @click.option("--task", type=text, help="Only jobs of the task with this name.")
 @click.option("--limit", type=LIMIT, default=50, show_default=True, help="At most so many.")
+@click.option("--follow", "-f", is_flag=True, help="Show what is in flight, on which worker, for how long; go on so.")
+@click.option("--timeout", type=click.FloatRange(min=0), help="With --follow: seconds after which to end.")
 def jobs(
     console: Console,
     safe: SafeEffects,
@@ -140,8 +159,17 @@ def jobs(
     tenant: str | None,
     task: str | None,
     limit: int,
+    follow: bool,
+    timeout: float | None,
 ) -> Answer:
-    """List jobs, the newest first."""
+    """List jobs, the newest first.
+
+    With --follow: what workers own now, the longest owned first. On a terminal the table is drawn anew; else each job
+    that begins (+) or ends (-) is a line, with --json a document on a line of its own.
+    """
+    if follow:
+        _watch(console, safe, tenant, task, limit, None if timeout is None else time.monotonic() + timeout)
+        return Answer(streamed=True)
     found = safe.jobs(status=status, tenant=tenant, task=task, limit=limit + 1)
     found, more = found[:limit], len(found) > limit
     lines = output.table(
@@ -160,6 +188,60 @@ def jobs(
         ],
     )
     return Answer({"jobs": found, "more": more}, _listing(lines, "jobs", bool(found), more))
+
+
+def _watch(
+    console: Console, safe: SafeEffects, tenant: str | None, task: str | None, limit: int, until: float | None
+) -> None:
+    """Show what is in flight until it is time, or until Ctrl-C."""
+    drawn = not console.as_json and sys.stdout.isatty()
+    before: dict[tuple[str, str, int], InFlight] = {}
+    cut_off = False
+    while True:
+        try:
+            found = safe.in_flight(tenant=tenant, task=task, limit=limit)
+            ended = [(row, safe.job(row.id)) for key, row in before.items() if key not in {_run(one) for one in found}]
+        except Exception as exc:
+            told = describe(exc)
+            if told is None or not before:
+                raise
+            if not cut_off:
+                console.note(f"warning: [{told[0]}] {told[1]}; trying on")
+            cut_off = True
+        else:
+            cut_off = False
+            if drawn:
+                click.clear()
+                lines = output.table(LIVE_COLUMNS, map(_live, found)) if found else ["nothing is in flight"]
+                console.say(f"{datetime.now(timezone.utc):%H:%M:%S} UTC, {count(len(found), 'job')} in flight", *lines)
+            else:
+                for row in found:
+                    if _run(row) not in before:
+                        _tell(console, "began", row)
+                for row, job in ended:
+                    _tell(console, "ended", row, job)
+            before = {_run(row): row for row in found}
+        if until is not None and time.monotonic() >= until:
+            return
+        time.sleep(POLL if until is None else max(0.0, min(POLL, until - time.monotonic())))
+
+
+def _run(row: InFlight) -> tuple[str, str, int]:
+    return row.id, row.worker, row.attempts
+
+
+def _live(row: InFlight) -> tuple[Any, ...]:
+    note = "asked to stop" if row.cancelled else "lease ran out" if row.left_s < 0 else ""
+    return row.id, row.task, row.worker, age(row.held_s), row.attempts, row.tenant, note
+
+
+def _tell(console: Console, event: str, row: InFlight, job: JobRow | None = None) -> None:
+    if console.as_json:
+        console.emit({"event": event, "in_flight": row, "job": job})
+        return
+    now = f"{datetime.now(timezone.utc):%H:%M:%S}"
+    what = f"on {row.worker}" if job is None else f"{job.status}{f' ({job.reason})' if job.reason else ''}"
+    console.say(output.clean(f"{now} {'+' if job is None else '-'} {row.id}  {row.task}  {what}"))
 
 
 def _tenant(job: JobRow, rows: Sequence[JobRow]) -> str:
@@ -198,11 +280,17 @@ def operations(
     found, more = found[:limit], len(found) > limit
     return Answer(
         {"operations": found, "more": more},
-        _listing(_operations(found), "operations", bool(found), more),
+        _listing(operation_table(found), "operations", bool(found), more),
     )
 
 
-def _operations(found: Sequence[OperationRow]) -> list[str]:
+def operation_table(found: Sequence[OperationRow]) -> list[str]:
+    """Operations as a table.
+
+    Arguments:
+        found: its rows.
+    """
+
     def cells(o: OperationRow) -> tuple[Any, ...]:
         asked, said = o.reconcile_attempts or "", o.provider_ref or _error(o)
         return o.key, o.effect, o.status, o.attempt, asked, _age(o.intent_at), said
@@ -256,7 +344,7 @@ def show(console: Console, safe: SafeEffects, job: str) -> Answer:
         ]
     )
     if found:
-        lines += ["", "operations", *_operations(found)]
+        lines += ["", "operations", *operation_table(found)]
     shown = f"last {len(last)} of {len(log)} transitions" if len(log) > len(last) else "transitions"
     lines += ["", shown, *TimeLine(log[0].at if log else None).lines(last)]
     if waits:
@@ -290,11 +378,6 @@ def waits_for(job: JobRow, operations: Sequence[OperationRow]) -> list[str]:
 
 
 # -- log -----------------------------------------------------------------------------------------------------------
-
-
-def _follows(follow: bool, timeout: float | None, **_: Any) -> None:
-    if timeout is not None and not follow:
-        raise click.UsageError("--timeout goes with --follow")
 
 
 @command(check=_follows)
@@ -399,4 +482,4 @@ def _subject(transition: TransitionRow) -> str:
     return output.clean("step " + key.removeprefix(f"{transition.job_id}:"))
 
 
-__all__ = ["ENDED", "TimeLine", "jobs", "log", "operations", "show", "status", "waits_for"]
+__all__ = ["ENDED", "TimeLine", "jobs", "log", "operation_table", "operations", "show", "status", "waits_for"]

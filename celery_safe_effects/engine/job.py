@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import NAMESPACE_OID, UUID, uuid5
 
+from .. import canonical
 from ..errors import (
     Deferred,
     JobCancelled,
@@ -42,6 +43,19 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TICK = 0.5
 """Seconds between two looks at whether it is still worth waiting for calls in flight."""
+
+
+def key_of(job_id: str, generation: int, step: str, number: int | None = None) -> str:
+    """The key of a step's operation.
+
+    Arguments:
+        job_id: the job.
+        generation: how often it replaced itself.
+        step: the step.
+        number: which of its keys, where an operator has given it a new one.
+    """
+    key = f"{job_id}:{step}" if not generation else f"{job_id}:{generation}:{step}"
+    return key if number is None else f"{key}#{number}"
 
 
 @dataclass
@@ -140,6 +154,7 @@ class ActiveJob:
         self.asked: RetryAsked | None = None
         self.retry_over: RetryOver | None = None
         self.passed: int = row.passed
+        self._new_keys: dict[str, int] = canonical.decode(row.new_keys) or {}
         self.unrecorded: dict[UUID, str] = {}
         """The nonces and keys of intents that may be recorded, and whose outcome is not."""
         self.closed = False
@@ -197,7 +212,7 @@ class ActiveJob:
 
     def key(self, step: str) -> str:
         """The operation key of a step; after ``self.replace()`` it carries the generation."""
-        return f"{self.id}:{step}" if not self.generation else f"{self.id}:{self.generation}:{step}"
+        return key_of(self.id, self.generation, step, self._new_keys.get(step))
 
     def open_step(self, effect: Effect[Any, Any], step: str | None, keyed: str | None) -> tuple[str, int]:
         """Take the step's name, which nobody else has until :meth:`close_step`.

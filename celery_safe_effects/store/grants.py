@@ -106,8 +106,8 @@ _OF_WORKERS: Final[_Tables] = {
         "INSERT": "status reason held",  # a job whose row a restored database has lost
         "UPDATE": """task status reason queue express priority args_digest generation retries attempts max_attempts
             tried fence lease_token lease_owner lease_until cancel_requested_at cancel_reason pending_status
-            pending_reason held passed waiting_for run_after expires_at gives_up_at outcome_ref result error envelope
-            settle next_publish_at published_at publishes started_at settled_at telling_until actor""",
+            pending_reason held passed new_keys waiting_for run_after expires_at gives_up_at outcome_ref result error
+            envelope settle next_publish_at published_at publishes started_at settled_at telling_until actor""",
         "DELETE": ALL,
     },
     "operation": {
@@ -174,8 +174,11 @@ _BY_KIND: Final = {
     (): "ROLES NEW_EPOCH",  # the owner's
     (PRODUCER, WORKER): "TAKE_KEYS ACCEPT ACCEPT_MANY RESERVE ACCEPT_RESERVED UNRESERVE QUEUED HOLDERS PUBLISH_SOON"
     " REMIND UNSETTLE DUE POST POSTED POST_DUE COUNT STORED REAP_RESERVATIONS CHORD CHORD_OPEN",
-    (OBSERVER, WORKER): "VIEW_JOBS VIEW_OPERATIONS VIEW_TRANSITIONS VIEW_OVERVIEW USE WORKERS_SEEN METRICS_QUEUES"
-    " METRICS_USE METRICS_LIVE METRICS_UNKNOWN METRICS_PARKED METRICS_WAITING METRICS_COUNTERS"
+    (
+        OBSERVER,
+        WORKER,
+    ): "VIEW_JOBS VIEW_LIVE VIEW_OPERATIONS VIEW_TRANSITIONS VIEW_OVERVIEW USE WORKERS_SEEN"
+    " METRICS_QUEUES METRICS_USE METRICS_LIVE METRICS_UNKNOWN METRICS_PARKED METRICS_WAITING METRICS_COUNTERS"
     " METRICS_MAINTENANCE METRICS_WORKERS METRICS_REST DOCTOR_STATE DOCTOR_LONGEST DOCTOR_EFFECTS"
     " EPOCH",
     (WORKER,): "WAKE_FREE PROMOTE EXPRESS WOKEN SET_LIMITS CLAIM CLAIM_BODY JOB MISSING INSERT_MISSING RECORDED"

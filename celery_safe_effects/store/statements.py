@@ -16,7 +16,7 @@ JOB_FACTS: Final = """
     coalesce(j.publishes > 0 OR j.next_publish_at <= clock_timestamp(), false) AS settle_due,
     j.cancel_requested_at IS NOT NULL AS cancelled, j.outcome_ref,
     j.result::text AS result, j.error::text AS error, j.settled_at IS NOT NULL AS settled, j.settle, j.held,
-    j.open_ops + j.unknown_ops AS unresolved, j.passed, j.waiting_for, j.slots,
+    j.open_ops + j.unknown_ops AS unresolved, j.passed, j.new_keys::text AS new_keys, j.waiting_for, j.slots,
     j.operations, j.max_operations,
     CASE WHEN j.expires_at <= clock_timestamp() THEN 'expired'
          WHEN j.gives_up_at <= clock_timestamp() THEN 'max_age' END AS dying,
@@ -1132,6 +1132,8 @@ RETRY: Final = """
 UPDATE {s}.job j
    SET status = 'queued', reason = %(reason)s, attempts = 0, held = false, cancel_requested_at = NULL,
        cancel_reason = NULL, run_after = NULL, expires_at = NULL, error = NULL,
+       new_keys = CASE WHEN %(new_keys)s::jsonb IS NULL THEN j.new_keys
+                       ELSE coalesce(j.new_keys, '{}') || %(new_keys)s::jsonb END,
        gives_up_at = clock_timestamp() + (j.gives_up_at - j.created_at), actor = %(actor)s
  WHERE j.id = %(id)s AND (j.status IN ('failed', 'cancelled')
        OR (j.status = 'unknown' AND j.open_ops = 0 AND j.unknown_ops = 0))
@@ -1384,8 +1386,22 @@ SELECT key, job_id, step, effect, status, attempt, fence, args, provider_ref, re
        intent_at, deadline_at, resolved_at, resolved_by, evidence, reconcile_attempts, next_reconcile_at
   FROM {s}.operations
  WHERE (%(key)s::text IS NULL OR key = %(key)s) AND (%(job)s::text IS NULL OR job_id = %(job)s)
-   AND (%(status)s::text IS NULL OR status = %(status)s)
+   AND (%(status)s::text IS NULL OR status = %(status)s) AND (%(effect)s::text IS NULL OR effect = %(effect)s)
+   AND (%(older)s::float8 IS NULL OR intent_at < clock_timestamp() - %(older)s::float8 * interval '1 second')
+   AND (%(tenant)s::text IS NULL
+        OR EXISTS (SELECT FROM {s}.job j WHERE j.id = operations.job_id AND j.tenant = %(tenant)s))
  ORDER BY first_intent_at LIMIT %(limit)s
+"""
+# What workers own: as few rows as there are children, by the index job_live.
+VIEW_LIVE: Final = """
+SELECT v.id, v.task, v.status, v.tenant, v.lease_owner,
+       extract(epoch FROM clock_timestamp() - j.leased_at)::float8 AS held_s,
+       extract(epoch FROM v.lease_until - clock_timestamp())::float8 AS left_s,
+       v.attempts, v.cancel_requested_at IS NOT NULL AS cancelled
+  FROM {s}.job j JOIN {s}.jobs v ON v.id = j.id
+ WHERE j.status IN ('leased', 'running')
+   AND (%(tenant)s::text IS NULL OR j.tenant = %(tenant)s) AND (%(task)s::text IS NULL OR j.task = %(task)s)
+ ORDER BY j.leased_at LIMIT %(limit)s
 """
 VIEW_TRANSITIONS: Final = """
 SELECT id, at, job_id, operation_key, from_status, to_status, fence, actor, reason FROM {s}.transitions

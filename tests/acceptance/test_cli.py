@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -447,6 +448,86 @@ def test_a_verdict_without_all_its_parts_is_wrong_usage(make_cli: Callable[..., 
     assert found.code == 2
     assert found.out == ""
     assert "Usage:" in found.err
+
+
+def test_resolve_several(cli: Shop) -> None:
+    """Shown first; done with --yes; of one effect, one tenant, or of some age."""
+    lost = [cli.ran("shop.buy", "lost", tenant=tenant) for tenant in ("acme", "acme", "other")]
+    keys = [f"{job}:1" for job in lost]
+    said = ("--not-happened", "--reason", "the bank was closed", "--actor", "ann")
+    shown = cli("resolve", "--effect", "cli.pay", "--tenant", "acme", *said, columns=120)
+    assert (shown.code, shown.err) == (0, "")
+    for words in (*keys[:2], "it did not happen", "the bank was closed", "--yes resolves these 2 operations"):
+        assert words in shown.out
+    assert keys[2] not in shown.out
+    assert {status(cli, job) for job in lost} == {"unknown"}
+    assert "no such operation" in cli("resolve", "--older-than", "3600", *said).out
+    assert cli("resolve", "--effect", "nobody's", *said, "--json").json["found"] == 0
+
+    done = cli("resolve", "--tenant", "acme", *said, "--yes", "--json")
+    assert (done.code, done.json["resolved"], done.json["missed"], done.json["keys"]) == (0, 2, [], keys[:2])
+    assert [cli.safe.operation(key).resolved_by for key in keys] == ["operator:ann", "operator:ann", None]
+    assert [status(cli, job) for job in lost] == ["queued", "queued", "unknown"]
+    last = cli("resolve", "--older-than", "0", "--refused", "no", "--reason", "their mail", "--yes")
+    assert (last.code, "1 operation resolved" in last.out, status(cli, lost[2])) == (0, True, "queued")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--not-happened", "--reason", "x"),
+        ("job:1", "--effect", "e", "--not-happened", "--reason", "x"),
+        ("job:1", "--yes", "--not-happened", "--reason", "x"),
+        ("--effect", "e", "--happened", "--ref", "r", "--reason", "x"),
+        ("--effect", "e", "--not-happened"),
+        ("--older-than", "-1", "--not-happened", "--reason", "x"),
+    ],
+)
+def test_what_resolve_cannot_mean(make_cli: Callable[..., Shop], args: tuple[str, ...]) -> None:
+    found = make_cli(safe_effects_database_url="postgresql://127.0.0.1:1/none")("resolve", *args)
+    assert (found.code, found.out) == (2, "")
+
+
+def test_retry_with_a_new_key(cli: Shop) -> None:
+    job = cli.ran("shop.buy", "declined")
+    assert cli.safe.operation(f"{job}:1").status == "refused"
+    wrong = cli("retry", job, "--new-key", "2", "--reason", "x")
+    assert (wrong.code, "step '2' of job" in wrong.err) == (1, True)
+    found = cli("retry", job, "--new-key", "1", "--reason", "a new card", "--json")
+    assert (found.code, found.json["job"]["status"]) == (0, "queued")
+    cli.app.tasks["shop.buy"].apply(("declined",), task_id=job)
+    assert [row.key for row in cli.safe.operations(job_id=job)] == [f"{job}:1", f"{job}:1#2"]
+
+
+def test_jobs_in_flight_are_followed(cli: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("jobs", "--follow", "--status", "queued").code == 2
+    assert cli("jobs", "--timeout", "1").code == 2
+    monkeypatch.setattr("celery_safe_effects.cli.looking.POLL", 0.05)
+    first = cli.claimed(60)
+    later: list[str] = []
+
+    def goes_on() -> None:
+        later.append(cli.claimed(60))
+        cli.safe.cancel(first, "seen")
+        with cli.safe.store.connections.connection() as connection:
+            connection.execute(f"UPDATE {cli.safe.config.schema}.job SET lease_until = now() WHERE id = %s", (first,))
+        cli.safe.sweep()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli.safe, "close", lambda: None)  # this process has one SafeEffects for both
+        timer = threading.Timer(0.6, goes_on)
+        timer.start()
+        found = cli("jobs", "--follow", "--timeout", "2", "--json")
+        timer.join()
+    events = [json.loads(line) for line in found.out.splitlines()]
+    told = [(event["event"], event["in_flight"]["id"]) for event in events]
+    assert sorted(told) == sorted([("began", first), ("began", later[0]), ("ended", first)])
+    assert told[0] == ("began", first)
+    (ended,) = [event for event in events if event["event"] == "ended"]
+    assert (ended["job"]["status"], ended["in_flight"]["worker"]) == ("cancelled", "worker@here/1/1")
+    lines = cli("jobs", "--follow", "--timeout", "0", columns=120).out
+    assert "+ " + later[0] in lines
+    assert "on worker@here/1/1" in lines
 
 
 def test_resolve_a_key_that_does_not_exist(cli: Shop) -> None:

@@ -33,7 +33,7 @@ from celery_safe_effects import (
     effect,
     signals,
 )
-from celery_safe_effects.errors import ConfigurationError, NotAllowed
+from celery_safe_effects.errors import ConfigurationError, NotAllowed, NotFound
 from tests.support.lab import Declined, Lab, names
 
 # -- replay ------------------------------------------------------------------------------------------------------------
@@ -969,3 +969,76 @@ def test_a_receiver_that_raises_disturbs_nothing(lab: Lab) -> None:
     job = lab.run(lab.task(lambda self: 1, effects=[]))
     signals.job_transition.disconnect(receiver)
     assert lab.status(job) == "succeeded"
+
+
+# -- a refused step, again ---------------------------------------------------------------------------------------------
+
+
+def test_a_refused_step_is_sent_again_under_a_new_key_when_an_operator_says_so(lab: Lab) -> None:
+    """Every other step keeps its key and its outcome; the new one is replayed like any."""
+    a, b = lab.effect("a"), lab.effect("b", refused_on=(Declined,))
+    stops: list[str] = []
+
+    def body(self: Any) -> Any:
+        a()
+        ref = b(7).ref
+        if stops:
+            lab.crash(self)
+        return ref
+
+    task = lab.task(body, effects=[a, b])
+    lab.behaviour["b"] = Declined("no money")
+    job = lab.run(task)
+    assert (lab.status(job), lab.calls) == ("failed", [("a", f"{job}:1"), ("b", f"{job}:2")])
+    lab.behaviour.clear()
+
+    lab.safe.retry(job, "tried once more")
+    lab.run(task, job=job)
+    assert (lab.status(job), len(lab.calls)) == ("failed", 2), "refused stays refused"
+
+    for number in (2, 3):
+        if number == 3:
+            lab.behaviour.clear()
+        else:
+            lab.behaviour["b"] = Declined("no money still")
+        lab.safe.retry(job, "another card", new_keys=["2"])
+        stops[:] = ["once"] if number == 3 else []
+        lab.run(task, job=job)
+        assert lab.calls[-1] == ("b", f"{job}:2#{number}")
+    stops.clear()
+    lab.run(task, job=job)
+    assert lab.status(job) == "succeeded"
+    assert [call for call in lab.calls if call[0] == "a"] == [("a", f"{job}:1")]
+    assert len(lab.calls) == 4, "the crash in between sent nothing again"
+    rows = lab.sql("SELECT key, status FROM operations WHERE job_id = %s ORDER BY first_intent_at", job)
+    assert [(row["key"].removeprefix(f"{job}:"), row["status"]) for row in rows] == [
+        ("1", "outcome_confirmed"), ("2", "refused"), ("2#2", "refused"), ("2#3", "outcome_confirmed"),
+    ]  # fmt: skip
+    (last,) = lab.sql("SELECT provider_ref FROM operations WHERE key = %s", f"{job}:2#3")
+    assert lab.row(job)["outcome_ref"] == last["provider_ref"]
+
+
+@pytest.mark.parametrize("step", ["1", "3", "shared", "body"])
+def test_what_gets_no_new_key(lab: Lab, step: str) -> None:
+    """A step that happened, that is not there, that other jobs share, and a whole body."""
+    a, b = lab.effect("a"), lab.effect("b", refused_on=(Declined,))
+    lab.behaviour["b"] = Declined("no")
+
+    def body(self: Any) -> Any:
+        a()
+        b.keyed("shared")()
+
+    task = lab.task(body, effects=[a, b])
+    if step == "body":
+
+        def fails(self: Any) -> Any:
+            raise Declined("no")
+
+        task = lab.task(fails, throws=(Declined,))
+    job = lab.run(task)
+    assert lab.status(job) == "failed"
+    with pytest.raises(NotAllowed, match="nothing was changed"):
+        lab.safe.retry(job, "again", new_keys=[step])
+    assert lab.status(job) == "failed"
+    with pytest.raises(NotFound):
+        lab.safe.retry("nobody", "again", new_keys=[step])

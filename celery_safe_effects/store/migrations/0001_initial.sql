@@ -42,6 +42,8 @@ CREATE TABLE {schema}.job (
     pending_reason      text,
     held                boolean NOT NULL DEFAULT false,
     passed              integer NOT NULL DEFAULT 0,
+    -- Refused steps that an operator has sent again under a new key: the number of their present one.
+    new_keys            jsonb,
     operations          integer NOT NULL DEFAULT 0,
     max_operations      integer,
     slots               text[],
