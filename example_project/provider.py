@@ -176,13 +176,15 @@ class Provider:
     """The provider's server.
 
     Args:
-        port: the TCP port on 127.0.0.1; 0 takes a free one.
+        port: the TCP port; 0 takes a free one.
         ledger: the file of the ledger, one JSON object a line; rows of an earlier run count.
+        host: the address to listen on.
     """
 
-    def __init__(self, port: int, ledger: Path) -> None:
+    def __init__(self, port: int, ledger: Path, host: str = "127.0.0.1") -> None:
         self.state = _State(ledger)
         self.state.load()
+        self.host = host
         self._server = _listen(port, self)
         self.port: int = self._server.server_port
         self._down_until = 0.0
@@ -190,7 +192,7 @@ class Provider:
     @property
     def url(self) -> str:
         """The address to call."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def serve(self) -> None:
         """Serve until the process ends."""
@@ -199,7 +201,7 @@ class Provider:
             # `down` ended the loop. In-flight requests go on, as a load balancer's failure would leave them.
             self._server.server_close()
             time.sleep(max(0.0, self._down_until - time.monotonic()))
-            self._server = _Server(("127.0.0.1", self.port), self)
+            self._server = _Server((self.host, self.port), self)
 
     def go_down(self, seconds: float) -> None:
         """Refuse connections for a while; requests under way go on.
@@ -213,12 +215,12 @@ class Provider:
 
 def _listen(port: int, provider: Provider) -> _Server:
     if port:
-        return _Server(("127.0.0.1", port), provider)
+        return _Server((provider.host, port), provider)
     # Not the kernel's ephemeral range: while we are `down`, a caller's retry could be given our own port.
     for _ in range(100):
         with contextlib.suppress(OSError):
-            return _Server(("127.0.0.1", random.randrange(16000, 32000)), provider)
-    return _Server(("127.0.0.1", 0), provider)
+            return _Server((provider.host, random.randrange(16000, 32000)), provider)
+    return _Server((provider.host, 0), provider)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -350,10 +352,11 @@ class _Handler(BaseHTTPRequestHandler):
 def main() -> None:
     """Serve until killed."""
     parser = argparse.ArgumentParser(prog="python -m example_project.provider", description="A fake provider.")
-    parser.add_argument("--port", type=int, default=0, help="TCP port on 127.0.0.1; 0 takes a free one")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="TCP port; 0 takes a free one")
     parser.add_argument("--ledger", type=Path, required=True, help="file of the ledger, one JSON object a line")
     options = parser.parse_args()
-    provider = Provider(options.port, options.ledger)
+    provider = Provider(options.port, options.ledger, options.host)
     print(provider.url, flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         provider.serve()

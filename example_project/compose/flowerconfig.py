@@ -1,0 +1,3 @@
+from celery_safe_effects.contrib.flower import install
+
+install()
