@@ -9,7 +9,7 @@ from typing import Any
 
 import celery
 import pytest
-from celery import Celery, _state
+from celery import Celery
 from celery.result import AsyncResult
 
 from celery_safe_effects.store import migrate
@@ -36,7 +36,6 @@ def apps(
 ) -> Iterator[tuple[Celery, Celery]]:
     """Both apps as a producer has them."""
     monkeypatch.setenv(PROVIDER_VARIABLE, provider.url)
-    shared_before = set(_state._on_app_finalizers)
     from tests.support import class_tasks
 
     migrate.upgrade(database_url, schema=class_tasks.SCHEMA)
@@ -45,7 +44,6 @@ def apps(
     for one in made:
         one.safe_effects.close()
         one.close()
-    _state._on_app_finalizers &= shared_before
 
 
 @pytest.fixture
@@ -153,7 +151,7 @@ def test_classes_hooks_and_types(apps: tuple[Celery, Celery], start: Start, prov
 
     # The other app in the same process: its jobs stand in its own schema, and its own worker runs them.
     start("second")
-    here = app.tasks["classes.shared"].delay("cus_6")
+    here = app.tasks["workers.shared"].delay("cus_6")
     child = app.tasks["classes.sends"].delay("cus_7").get(timeout=10)
     assert here.get(timeout=10)[0] == "first"
     assert AsyncResult(child, app=other).get(timeout=10)[0] == "second"

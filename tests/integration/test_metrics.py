@@ -502,12 +502,10 @@ def test_the_exporter_answers_scrapes_and_health(lab: Lab, monkeypatch: pytest.M
 
 
 def test_reading_writes_nothing(lab: Lab, dsn: str, sql: Sql) -> None:
-    """A role that may only read is enough for an exporter."""
+    """An observer's role is enough for an exporter."""
     reader = f"reader_{uuid4().hex[:12]}"
     sql(f"CREATE ROLE {reader}")
-    sql(f"GRANT USAGE ON SCHEMA safe_effects TO {reader}")
-    sql(f"GRANT SELECT ON ALL TABLES IN SCHEMA safe_effects TO {reader}")
-    sql(f"GRANT SELECT ON ALL SEQUENCES IN SCHEMA safe_effects TO {reader}")
+    lab.safe.upgrade(grants={"observer": [reader]})
     store = lab.safe.store
     original = store._execute
 
