@@ -37,6 +37,8 @@ OURS: Final = ("idempotency_key", "tenant", "pool", "max_attempts", "max_age")
 
 UNBOUNDED: Final = 2**31 - 1
 """Runs of a job whose retries have no end."""
+HOOKS: Final = ("before_start", "on_success", "on_failure", "on_retry", "after_return")
+"""What Celery calls around a body."""
 PROVIDED: Final = ("job", "safe_effects")
 """What a SafeTask gives its bodies: a class of the user's that defines it differently would take it away."""
 BUILT_IN: Final = "celery."
@@ -154,6 +156,11 @@ class SafeTask(Task):
             text = getattr(cls, option)
             if text is not None and not canonical.is_text(text):
                 raise bad(f"{option} must be a non-empty string, not {text!r}")
+        for name in HOOKS:
+            if inspect.iscoroutinefunction(getattr(cls, name)):
+                raise bad(
+                    f"its {name} is `async def`, which Celery would call and never await; make it a plain function"
+                )
         for name in PROVIDED:
             owner = next(base for base in cls.__mro__ if name in vars(base))
             if owner is not SafeTask:

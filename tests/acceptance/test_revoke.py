@@ -121,6 +121,10 @@ def test_jobs_that_wait(app: Celery, workers: Workers, sql: Sql, provider: Provi
     eventually(lambda: plain.state == "REVOKED", 10)
     assert {job(sql, blocker.id)["status"] for blocker in blockers} == {"running"}
 
+    remembered = {job_id for ids in app.control.inspect(timeout=5).revoked().values() for job_id in ids}
+    assert plain_id in remembered
+    assert not remembered & {result.id for result in waiting}, "the rows are what is remembered"
+
     # Said twice, it changes nothing; an operator's retry is not undone by what some worker remembers.
     for result in waiting:
         result.revoke()
@@ -136,6 +140,17 @@ def test_jobs_that_wait(app: Celery, workers: Workers, sql: Sql, provider: Provi
             assert_log(sql, result.id, [ACCEPTED, REVOKED])
     assert [row["key"] for row in provider.ledger(kind="charge")] == [f"{late.id}:1"]
     assert_invariants(sql, provider)
+
+
+def test_without_a_worker_nobody_hears_it(app: Celery, workers: Workers, sql: Sql) -> None:
+    """As in Celery. Who cancels needs none."""
+    unheard, cancelled = (app.tasks["tests.pure"].delay(n) for n in range(2))
+    unheard.revoke()
+    assert app.safe_effects.cancel(cancelled.id, "not wanted").status == "cancelled"
+    assert job(sql, unheard.id)["status"] == "queued"
+    workers("a")
+    wait_status(sql, unheard.id, "succeeded")
+    assert job(sql, cancelled.id)["attempts"] == 0
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -179,6 +179,26 @@ def test_a_class_that_takes_away_what_a_safe_task_provides_is_refused_by_name(la
         lab.task(lambda self: None, base=base, lazy=False)
 
 
+@pytest.mark.parametrize("hook", ["before_start", "on_success", "on_failure", "on_retry", "after_return"])
+def test_a_hook_that_nobody_would_await_is_refused_by_name(lab: Lab, hook: str) -> None:
+    async def never(self: Any, *args: Any) -> None: ...
+
+    base = type("Base", (SafeTask,), {hook: never, "abstract": True})
+    with pytest.raises(ConfigurationError, match=f"its {hook} is `async def`"):
+        lab.task(lambda self: None, base=base, lazy=False)
+
+
+def test_of_two_tasks_with_one_name_the_first_stands(lab: Lab) -> None:
+    """As in Celery, which warns of it from 5.7 on."""
+    name = next(names)
+    first = lab.task(lambda self: "first", name=name, effects=[])
+    lab.run(first)  # the app has it
+    warned = pytest.warns(match="already registered") if celery.__version__ >= "5.7" else contextlib.nullcontext()
+    with warned:
+        lab.app.task(base=SafeTask, bind=True, shared=False, name=name, effects=[], lazy=False)(lambda self: "second")
+    assert lab.row(lab.run(lab.app.tasks[name]))["result"] == "first"
+
+
 def test_common_names_of_users_own_methods_are_free(lab: Lab) -> None:
     class Busy(SafeTask):
         abstract = True
