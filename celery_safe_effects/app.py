@@ -176,7 +176,10 @@ class SafeEffects:
     def store(self) -> Store:
         """The database, opened at its first use in each process."""
         if self._store is None:
-            self._store = Store(self.config, alone=lambda: self.prefork)
+            config = self.config
+            with self._making:  # a second one, made by another thread, would be a second pool of connections
+                if self._store is None:
+                    self._store = Store(config, alone=lambda: self.prefork)
         return self._store
 
     @property

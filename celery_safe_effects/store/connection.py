@@ -241,6 +241,7 @@ class Connections:
         self._idle: list[DeadlineConnection] = []
         self._slots = threading.BoundedSemaphore(self.limit)
         self._lock = threading.Lock()
+        self._closings = 0
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[DeadlineConnection]:
@@ -261,6 +262,7 @@ class Connections:
         try:
             with self._lock:
                 conn = self._idle.pop() if self._idle else None
+                closings = self._closings
             if conn is None or conn.closed:
                 conn = self.opener.open()
             try:
@@ -270,17 +272,22 @@ class Connections:
                     conn.close()
                 elif not conn.closed and not conn.broken:
                     with self._lock:
-                        self._idle.append(conn)
+                        kept = closings == self._closings
+                        if kept:
+                            self._idle.append(conn)
+                    if not kept:  # closed meanwhile, by another thread
+                        conn.close()
         finally:
             slots.release()
 
     def close(self) -> None:
-        """Close the idle connections of this process."""
+        """Close the connections of this process: idle ones now, borrowed ones when they are given back."""
         if self._pid != os.getpid():
             self._reset()
             return
         with self._lock:
             idle, self._idle = self._idle, []
+            self._closings += 1
         for conn in idle:
             conn.close()
 

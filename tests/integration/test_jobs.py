@@ -1042,3 +1042,36 @@ def test_what_gets_no_new_key(lab: Lab, step: str) -> None:
     assert lab.status(job) == "failed"
     with pytest.raises(NotFound):
         lab.safe.retry("nobody", "again", new_keys=[step])
+
+
+def test_threads_that_come_first_at_once_share_one_pool_of_connections(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pools would be more connections than the setting allows, and those of one would never be closed."""
+    from celery_safe_effects import app as module
+
+    made: list[Any] = []
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        made.append(original(*args, **options))
+        return made[-1]
+
+    original: Any = vars(module)["Store"]
+    monkeypatch.setattr(module, "Store", slowly)
+    assert lab.safe._store is None
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: id(lab.safe.store), range(4)))
+    assert (len(found), len(made)) == (1, 1)
+
+
+def test_a_connection_that_comes_back_to_a_closed_pool_is_closed(lab: Lab) -> None:
+    connections = lab.safe.store.connections
+    seen: list[bool] = []
+    with connections.connection() as borrowed:
+        connections.close()
+        seen.append(borrowed.closed)
+    seen.append(borrowed.closed)
+    assert seen == [False, True]
+    with connections.connection() as fresh:
+        assert fresh is not borrowed
