@@ -144,6 +144,7 @@ def test_07_killed_before_celery_knew_of_the_end(
 
     one_worker_each(request, workers, kinds)
     for pool, victim in victims.items():
+        eventually(lambda p=pool: sql("SELECT 1 AS ok FROM jobs WHERE id = %s", last[p].id), 30)  # type: ignore[misc]
         found = wait_status(sql, last[pool].id, "succeeded", timeout=30)
         eventually(lambda p=pool: last[p].state == "SUCCESS", 20)  # type: ignore[misc]
         assert log(sql, victim) == ONCE, pool
