@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import flower.urls as flower_urls
 from flower.views import BaseHandler
+from tornado.template import Template
 from tornado.web import HTTPError
 
 from ..glue.task import of
-from .console.handlers import Place, loader, pages
+from .console.handlers import Beside, Place, pages
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -63,14 +64,12 @@ class Flower(Place, BaseHandler):
             self.redirect(self.get_login_url())
 
 
-class _Loader(type(loader(under=""))):  # type: ignore[misc]
+class _Loader(Beside):
     """Flower's own templates, its navigation with a link more."""
 
     def _create_template(self, name: str) -> Any:
         if name != "navbar.html":
             return super()._create_template(name)
-        from tornado.template import Template
-
         text = (Path(self.root) / name).read_text("utf-8")
         before, end, after = text.partition("</ul>")
         return Template(before + LINK + end + after if end else text, name=name, loader=self)

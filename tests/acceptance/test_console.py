@@ -73,9 +73,9 @@ def serving(command: list[str], conf: dict[str, Any], provider: Provider, folder
 
 @contextmanager
 def console(
-    conf: dict[str, Any], provider: Provider, folder: Path, token: str | None = TOKEN
+    conf: dict[str, Any], provider: Provider, folder: Path, token: str | None = TOKEN, host: str = "127.0.0.1"
 ) -> Iterator[httpx.Client]:
-    command = ["safe-effects", "console", "--port", "0", "--json"]
+    command = ["safe-effects", "console", "--host", host, "--port", "0", "--json"]
     if token is not None:
         (folder / "token").write_text(f"{token}\n")
         command += ["--token-file", str(folder / "token")]
@@ -84,7 +84,8 @@ def console(
         assert found is not None
         told = json.loads(found.group())
         assert told["writes"] == (token is not None)
-        with httpx.Client(base_url=told["url"].removesuffix("/safe-effects")) as client:
+        base = told["url"].removesuffix("/safe-effects").replace(host, "127.0.0.1")
+        with httpx.Client(base_url=base) as client:
             yield client
 
 
@@ -247,6 +248,22 @@ def test_alone_without_a_token_it_only_reads(
         sign = client.get("/safe-effects/sign-in")
         assert "reads only" in text(sign)
         assert "start the console with" in text(client.get(f"/safe-effects/job/{open_job}"))
+
+
+def test_where_others_reach_it_nobody_reads_without_the_token(
+    app: Celery, app_conf: dict[str, Any], provider: Provider, sql: Sql, tmp_path: Path
+) -> None:
+    open_job = parked(app, provider)
+    with console(app_conf, provider, tmp_path, host="0.0.0.0") as client:
+        for path in ("", "/jobs", f"/job/{open_job}"):
+            refused = client.get(f"/safe-effects{path}")
+            assert (refused.status_code, refused.headers["Location"]) == (302, "/safe-effects/sign-in")
+            assert open_job not in refused.text
+        form = client.get("/safe-effects/sign-in")
+        client.post(f"/safe-effects/cancel/{open_job}", data={"_xsrf": token_of(form), "reason": "unsigned"})
+        assert job(sql, open_job)["cancel_requested_at"] is None
+        assert sign_in(client).status_code == 303
+        assert f"{open_job}:1" in client.get("/safe-effects", headers={"Host": "ops.example"}).text
 
 
 @pytest.mark.parametrize(

@@ -1075,3 +1075,13 @@ def test_a_connection_that_comes_back_to_a_closed_pool_is_closed(lab: Lab) -> No
     assert seen == [False, True]
     with connections.connection() as fresh:
         assert fresh is not borrowed
+
+
+def test_a_transport_that_errs_oddly_is_one_that_cannot_be_asked(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no reason to look after no other queue: the sweep goes on, by the time alone."""
+
+    def odd(channel: Any, queue: str) -> int:
+        raise LookupError("no such thing")
+
+    monkeypatch.setattr("celery_safe_effects.glue.publish._messages", odd)
+    assert lab.safe.publisher.ask("celery").messages is None

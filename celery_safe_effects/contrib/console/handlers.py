@@ -59,22 +59,13 @@ class Place:
         raise NotImplementedError
 
 
-def loader(*, under: str | None = None) -> template.Loader:
-    """Our templates; with ``under``, in front of those of another folder.
-
-    Arguments:
-        under: the other folder.
-    """
-    return _Loader(str(TEMPLATES)) if under is None else _Both(under)
+def loader(folder: str) -> template.Loader:
+    """The templates of a folder."""
+    return template.Loader(folder, autoescape="xhtml_escape", whitespace="single")
 
 
-class _Loader(template.Loader):
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder, autoescape="xhtml_escape", whitespace="single")
-
-
-class _Both(_Loader):
-    """Our templates by their prefix, and all others from where they were."""
+class Beside(template.Loader):
+    """Our templates by their prefix, and all others from the folder of somebody else."""
 
     PREFIX = "safe_effects_"
 
@@ -201,6 +192,11 @@ def pages(base: type[Any]) -> list[Any]:
                 self.set_status(409 if isinstance(exc, NotAllowed) else 503)
                 await self.tell(job_id, error=exc.message)
                 return
+            except psycopg.Error as exc:
+                logger.warning("%s was not done: %s", self.request.path, exc)
+                self.set_status(503)
+                await self.tell(job_id, error="the database did not do it; the log of this process says more")
+                return
             self.redirect(f"{self.reverse_url('safe_effects_job', job_id)}?done={action}", status=303)
 
         def of_our_form(self) -> None:
@@ -267,4 +263,4 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 2000 else f"{text[:2000]}…"
 
 
-_content = loader()
+_content = loader(str(TEMPLATES))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
@@ -215,6 +215,6 @@ def clock(at: datetime) -> str:
     return f"{at:%Y-%m-%d %H:%M:%S}.{at.microsecond // 1000:03d} UTC"
 
 
-def states(found: Iterable[JobStatus] = JobStatus) -> list[str]:
+def states() -> list[str]:
     """The statuses by which jobs may be listed."""
-    return [status.value for status in found]
+    return [status.value for status in JobStatus]

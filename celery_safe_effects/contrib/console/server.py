@@ -16,7 +16,7 @@ from tornado.netutil import bind_sockets
 from tornado.web import Application, HTTPError, RedirectHandler, RequestHandler, url
 
 from ...errors import ConfigurationError
-from .handlers import POLICY, STYLE, Place, loader, pages
+from .handlers import POLICY, STYLE, TEMPLATES, Place, loader, pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,7 +136,7 @@ def application(safe: SafeEffects, *, host: str, token: str | None) -> Applicati
         safe=safe,
         token=token,
         loopback=loopback,
-        template_loader=loader(),
+        template_loader=loader(str(TEMPLATES)),
         cookie_secret=secrets.token_hex(32),
         xsrf_cookies=True,
         xsrf_cookie_kwargs={"samesite": "Strict", "httponly": True},
