@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 
-from . import canonical, doctor, signals
+from . import canonical, doctor, faults, signals
 from .config import Config, from_conf
 from .doctor import Finding
 from .effects import Effect, all_effects, registered
@@ -19,7 +19,7 @@ from .engine import failures, loop, process
 from .engine.admission import Admission, LimitInUse, StoredLimits
 from .engine.job import Hooks, key_of
 from .engine.lease import LeaseKeeper
-from .engine.metrics import COUNTED, Metric, Metrics
+from .engine.metrics import COUNTED, ENDED, LOOKED, Metric, Metrics
 from .engine.prune import Pruned, Pruner
 from .engine.rebuild import Rebuilder, Republished
 from .engine.reconcile import Reconciled, Reconciler
@@ -36,7 +36,7 @@ from .glue.task import SafeTask, keep_built_ins_plain
 from .glue.teller import Teller
 from .glue.trace import END
 from .limits import Limits
-from .states import OperationStatus
+from .states import JobStatus, OperationStatus
 from .store import migrate
 from .store.grants import Grants
 from .store.hot import Lease, Store
@@ -117,11 +117,17 @@ class SafeEffects:
             if instance is not None and instance.app is app:
                 worker.prepare(self, app, instance.hostname)
 
+        def on_beat(**_: Any) -> None:
+            faults.enter("beat")
+            faults.arm_from_environment()
+
         def on_told(sender: Any = None, **_: Any) -> None:
             """Celery has stored the end and sent the continuations; only then is the job settled."""
             if isinstance(sender, SafeTask) and sender.app is app:
                 end = sender.request.__dict__.pop(END, None)
                 if end is not None:
+                    if faults.armed is not None:
+                        faults.at(faults.Point.AFTER_TELL, sender.request.id)
                     self.keeper.settle(sender.request.id, end.fence)
 
         def on_retried(sender: Any = None, request: Any = None, **_: Any) -> None:
@@ -137,9 +143,10 @@ class SafeEffects:
             """A child ends without the interpreter's own clean-up."""
             loop.close()
 
-        for receiver in (on_setup, on_told, on_retried, on_exit, on_child_exit, self.stopping.begin):
+        for receiver in (on_setup, on_beat, on_told, on_retried, on_exit, on_child_exit, self.stopping.begin):
             self.keep(receiver)
         celery_signals.worker_shutting_down.connect(self.stopping.begin, weak=False)
+        celery_signals.beat_init.connect(on_beat, weak=False)
         celery_signals.task_retry.connect(on_retried, weak=False)
         celery_signals.worker_process_shutdown.connect(on_exit, weak=False)
         celery_signals.worker_process_shutdown.connect(on_child_exit, weak=False)
@@ -179,6 +186,7 @@ class SafeEffects:
             config = self.config
             with self._making:  # a second one, made by another thread, would be a second pool of connections
                 if self._store is None:
+                    faults.arm_from_environment()
                     self._store = Store(config, alone=lambda: self.prefork)
         return self._store
 
@@ -416,9 +424,9 @@ class SafeEffects:
 
         Returns:
             the columns of the statement ``VIEW_OVERVIEW``; times are the database's, ``at`` is its present. Counting
-            ends at 100,001 of a kind.
+            ends at 100,001 of a kind, and of what has ended at 10,001.
         """
-        found: dict[str, Any] = self.store.rows("VIEW_OVERVIEW", most=COUNTED + 1)[0]._asdict()
+        found: dict[str, Any] = self.store.look("VIEW_OVERVIEW", most=COUNTED + 1, ended=ENDED + 1)[0]._asdict()
         return {**found, "jobs": found["jobs"] or {}, "operations": found["operations"] or {}}
 
     def set_limits(
@@ -471,9 +479,13 @@ class SafeEffects:
         """
         return Metrics(self.store, self.admission, self.config.republish_after).collect()
 
-    def prune(self) -> Pruned:
-        """Delete finished jobs past their retention now, in this process."""
-        return self.pruner.run("operator:prune")
+    def prune(self, *, progress: Callable[[int, int], object] | None = None) -> Pruned:
+        """Delete finished jobs past their retention now, in this process.
+
+        Arguments:
+            progress: told from time to time how many of how many are gone.
+        """
+        return self.pruner.run("operator:prune", progress)
 
     def job(self, job_id: str) -> JobRow:
         """One job.
@@ -481,7 +493,7 @@ class SafeEffects:
         Raises:
             NotFound: when there is none.
         """
-        found = self.store.rows("VIEW_JOBS", id=job_id, status=None, tenant=None, task=None, limit=1)
+        found = self.store.rows("VIEW_JOB", id=job_id)
         if not found:
             raise NotFound(f"there is no job {job_id!r}", job_id=job_id)
         return JobRow(*found[0])
@@ -489,11 +501,20 @@ class SafeEffects:
     def jobs(
         self, status: str | None = None, tenant: str | None = None, task: str | None = None, limit: int = 1000
     ) -> list[JobRow]:
-        """Jobs by status, tenant and task, newest first; at most ``limit``."""
-        return [
-            JobRow(*row)
-            for row in self.store.rows("VIEW_JOBS", id=None, status=status, tenant=tenant, task=task, limit=limit)
-        ]
+        """Jobs by status, tenant and task, newest first.
+
+        Arguments:
+            status, tenant, task: only those with this status, of this tenant, of this task.
+            limit: at most so many. By tenant and task the newest 10,000 jobs of each status (or ``limit``, if that is
+                more) are searched, all parked ones, and as many of a tenant's queued ones; the view ``jobs`` has all.
+        """
+        wanted = {"statuses": _statuses(JobStatus, status), "tenant": tenant, "task": task}
+        return [JobRow(*row) for row in self.store.look("VIEW_JOBS", **wanted, looked=max(LOOKED, limit), limit=limit)]
+
+    def searched(self, status: str | None = None, limit: int = 1000) -> int | None:
+        """How many jobs of each status :meth:`jobs` searches by tenant and task; ``None`` where that is all of them."""
+        statuses, looked = _statuses(JobStatus, status), max(LOOKED, limit)
+        return looked if self.store.look("VIEW_JOBS_BEYOND", statuses=statuses, looked=looked)[0].beyond else None
 
     def operation(self, key: str) -> OperationRow:
         """One operation.
@@ -501,8 +522,7 @@ class SafeEffects:
         Raises:
             NotFound: when there is none.
         """
-        anything = dict.fromkeys(("job", "status", "effect", "tenant", "older"))
-        found = self.store.rows("VIEW_OPERATIONS", key=key, **anything, limit=1)
+        found = self.store.rows("VIEW_OPERATION", key=key)
         if not found:
             raise NotFound(f"there is no operation {key!r}", key=key)
         return OperationRow(*found[0])
@@ -525,11 +545,18 @@ class SafeEffects:
 
         Arguments:
             job_id, status, effect, tenant: only those of this job, with this status, of this effect, of this tenant.
-            limit: at most so many.
+            limit: at most so many. Without a job, the oldest 10,000 of each status (or ``limit``, if that is more) are
+                searched by effect, tenant and age, and all unknown ones; the view ``operations`` has all.
             older_than: only those whose intent is older than so many seconds.
         """
-        wanted = {"job": job_id, "status": status, "effect": effect, "tenant": tenant, "older": older_than}
-        return [OperationRow(*row) for row in self.store.rows("VIEW_OPERATIONS", key=None, **wanted, limit=limit)]
+        statuses = _statuses(OperationStatus, status)
+        wanted = {"statuses": statuses, "effect": effect, "tenant": tenant, "older": older_than}
+        found = (
+            self.store.look("VIEW_OPERATIONS", **wanted, looked=max(LOOKED, limit), limit=limit)
+            if job_id is None
+            else self.store.rows("VIEW_OPERATIONS_OF_JOB", **wanted, job=job_id, limit=limit)
+        )
+        return [OperationRow(*row) for row in found]
 
     def transitions(self, job_id: str, after: int = 0) -> list[TransitionRow]:
         """The log of a job, oldest first; only rows with an id above ``after``."""
@@ -739,6 +766,10 @@ class SafeEffects:
             if declared is not None and all(one.options.repeatable for one in declared)
         ]
         return found + [name + mapped.ENDING for name in found]
+
+
+def _statuses(kind: type[JobStatus] | type[OperationStatus], status: str | None) -> list[str]:
+    return [one.value for one in kind if status is None or one == status]
 
 
 __all__ = ["SafeEffects"]

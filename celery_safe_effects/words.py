@@ -1,9 +1,9 @@
-"""Lengths of time and numbers in words, for whoever reads them."""
+"""Times, numbers and addresses in words, for whoever reads them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any
 
 
@@ -19,6 +19,16 @@ def age(seconds: float | None) -> str:
             more = f"{rest // smaller}{small}" if at < 3 and rest // smaller else ""
             return f"{left // size}{name}{more}"
     return "0s"
+
+
+def moment(at: datetime | None) -> str:
+    """A time in UTC, to the second; empty for none."""
+    return "" if at is None else f"{at.astimezone(timezone.utc):%Y-%m-%d %H:%M:%SZ}"
+
+
+def address(host: str, port: int) -> str:
+    """Where something is served, as a browser takes it."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def count(number: int, what: str) -> str:

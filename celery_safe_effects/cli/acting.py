@@ -11,7 +11,7 @@ import click
 
 from ..errors import NotAllowed, NotFound
 from ..states import JobStatus, OperationStatus
-from ..words import count
+from ..words import count, moment
 from . import output
 from .command import Answer, Console, command, import_modules, text
 from .looking import ENDED, operation_table, waits_for
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 KINDS = ("producer", "worker", "observer")
 SEVERAL: Final = 10_000
 """Operations that one command resolves, at most."""
-PROGRESS: Final = 100
 
 
 def _role(value: Any) -> tuple[str, str]:
@@ -195,7 +194,7 @@ def resolve(
         *output.facts(
             [
                 ("operation", f"{key} ({operation.effect}, step {operation.step} of job {operation.job_id})"),
-                ("now", f"{operation.status}, attempt {operation.attempt} at {output.moment(operation.intent_at)}"),
+                ("now", f"{operation.status}, attempt {operation.attempt} at {moment(operation.intent_at)}"),
                 ("verdict", said),
                 ("actor", actor),
                 ("reason", reason),
@@ -229,15 +228,19 @@ def _resolve_several(
     console.say(*operation_table(found), "", *output.facts([("verdict", said), ("actor", actor), ("reason", reason)]))
     if not yes:
         return Answer(document, [f"nothing was changed: --yes resolves these {count(len(found), 'operation')}"])
-    for number, operation in enumerate(found, 1):
-        try:
-            safe.resolve(operation.key, verdict, actor, reason)
-            document["resolved"] += 1
-        except (NotAllowed, NotFound) as exc:
-            document["missed"].append(operation.key)
-            console.note(f"warning: [{exc.code}] {exc.message}")
-        if number % PROGRESS == 0:
-            console.say(f"{number:,} of {len(found):,}")
+    warnings = []
+    with console.progress("resolving") as move:
+        for number, operation in enumerate(found, 1):
+            try:
+                safe.resolve(operation.key, verdict, actor, reason)
+                document["resolved"] += 1
+            except (NotAllowed, NotFound) as exc:
+                document["missed"].append(operation.key)
+                warnings.append(f"warning: [{exc.code}] {exc.message}")
+            if move is not None:
+                move(number, len(found))
+    for warning in warnings:
+        console.note(warning)
     lines = [f"done: {count(document['resolved'], 'operation')} resolved"]
     if len(found) == SEVERAL:
         lines.append("there may be more: run it again")
@@ -365,9 +368,8 @@ def _republish_all(
     if park:
         document["parked"] = safe.park_restored(spare=spare, actor=actor)
         console.say(f"parked {count(document['parked'], 'job')} that may have had effects since")
-    published = safe.republish(
-        all=True, progress=lambda done, total: console.say(f"published {done:,} of {total:,} messages")
-    )
+    with console.progress("publishing") as move:
+        published = safe.republish(all=True, progress=move)
     document |= {"published": int(published), "missed": published.missed}
     lines = [f"published {count(published, 'message')}"]
     if published.missed:
@@ -392,7 +394,8 @@ def sweep(console: Console, safe: SafeEffects) -> Answer:
 @command()
 def prune(console: Console, safe: SafeEffects) -> Answer:
     """Delete finished jobs past their retention; their ids and keys stay taken, as tombstones."""
-    pruned = safe.prune()
+    with console.progress("pruning") as move:
+        pruned = safe.prune(progress=move)
     return Answer(pruned, [f"finished jobs deleted: {pruned.jobs}", f"old tombstones deleted: {pruned.tombstones}"])
 
 
@@ -412,7 +415,7 @@ def reconcile(console: Console, safe: SafeEffects, key: tuple[str, ...]) -> Answ
     lines = [f"asked about {count(done.asked, 'operation')}" + (f": {results}" if results else "")]
     for row in rows:
         at = row.next_reconcile_at
-        when = f", next look at {output.moment(at)}" if row.status == OperationStatus.UNKNOWN and at is not None else ""
+        when = f", next look at {moment(at)}" if row.status == OperationStatus.UNKNOWN and at is not None else ""
         lines.append(f"{row.key} is {row.status}{when}")
     document: dict[str, Any] = {"asked": done.asked, "results": done.results}
     if rows:

@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -66,6 +66,28 @@ class Console:
     def note(self, text: str) -> None:
         """Print a remark on standard error."""
         click.echo(output.clean(text), err=True)
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Callable[[int, int], None] | None]:
+        """A bar on standard error; gives what moves it, or ``None`` where no person looks at a terminal.
+
+        Arguments:
+            what: what is done meanwhile.
+        """
+        if self.as_json or not sys.stderr.isatty():
+            yield None
+            return
+        with ExitStack() as stack:
+            bars: list[Any] = []
+
+            def move(done: int, total: int) -> None:
+                if not bars:
+                    made = click.progressbar(length=total, label=what, show_pos=True, file=sys.stderr)
+                    bars.append(stack.enter_context(made))
+                bars[0].length = total
+                bars[0].update(done - bars[0].pos)
+
+            yield move
 
     def emit(self, value: Any) -> None:
         """Print one JSON document on one line."""
@@ -188,6 +210,28 @@ def import_modules(app: Any) -> None:
         raise
     except Exception as exc:
         raise ConfigurationError(f"a task module cannot be imported: {type(exc).__name__}: {exc}") from exc
+
+
+@contextmanager
+def extra(name: str, package: str, what: str) -> Iterator[None]:
+    """Around an import of what an extra brings.
+
+    Arguments:
+        name: the extra.
+        package: what it installs.
+        what: the error's beginning: who needs it.
+
+    Raises:
+        ConfigurationError: when it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        if exc.name is None or exc.name.partition(".")[0] != package.replace("-", "_"):
+            raise
+        raise ConfigurationError(
+            f"{what} needs the package {package}: pip install 'celery-safe-effects[{name}]'"
+        ) from None
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

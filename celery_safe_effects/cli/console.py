@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from ..errors import ConfigurationError
-from .command import Answer, Console, command, import_modules
+from .command import Answer, Console, command, extra, import_modules
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -33,7 +32,8 @@ def console(console: Console, safe: SafeEffects, host: str, port: int, token_fil
 
     Whoever signs in with the token may resolve, cancel and retry there; without a token nobody may.
     """
-    server = _server()
+    with extra("console", "tornado", "the console"):
+        from ..contrib.console import server
     import_modules(safe.app)  # a retry or a verdict may go on with any task
     token = token_file.read_text().strip() if token_file is not None else os.environ.get(VARIABLE) or None
 
@@ -44,18 +44,6 @@ def console(console: Console, safe: SafeEffects, host: str, port: int, token_fil
 
     server.serve(safe, host=host, port=port, token=token, ready=ready)
     return Answer(streamed=True)
-
-
-def _server() -> Any:
-    try:
-        from ..contrib.console import server
-    except ModuleNotFoundError as exc:
-        if exc.name is None or not exc.name.startswith("tornado"):
-            raise
-        raise ConfigurationError(
-            "the console needs the package tornado: pip install 'celery-safe-effects[console]'"
-        ) from None
-    return server
 
 
 __all__ = ["console"]

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ..engine.metrics import COUNTED
+from ..engine.metrics import COUNTED, counted_to
+from ..engine.metrics import ENDED as COUNTED_ENDED
 from ..states import TERMINAL, JobStatus, OperationStatus
-from ..words import age, count, since
+from ..words import age, count, moment, since
 from . import output
 from .command import Answer, Console, command, describe, text
 from .output import Column
@@ -83,9 +84,9 @@ def status(console: Console, safe: SafeEffects) -> Answer:
         "warnings": [{"code": w.code, "message": w.message} for w in warnings],
         "at": found["at"],
         "schema": {"name": config.schema, "version": found["schema_version"]},
-        "jobs": {name: min(n, COUNTED) for name, n in jobs.items()},
-        "operations": {name: min(n, COUNTED) for name, n in operations.items()},
-        "counted_to": COUNTED,
+        "jobs": {name: min(n, counted_to(name)) for name, n in jobs.items()},
+        "operations": {name: min(n, counted_to(name)) for name, n in operations.items()},
+        "counted_to": {"open": COUNTED, "ended": COUNTED_ENDED},
         "oldest_queued_s": since(found, "oldest_queued_at"),
         "oldest_unknown_s": since(found, "oldest_unknown_at"),
         "sweep": _maintenance(found, "sweep"),
@@ -112,10 +113,11 @@ def status(console: Console, safe: SafeEffects) -> Answer:
 
 
 def _counts(found: dict[str, int]) -> str:
-    def number(n: int) -> str:
-        return f"{n}" if n <= COUNTED else f"{COUNTED:,} or more"
+    def number(name: str, n: int) -> str:
+        most = counted_to(name)
+        return f"{n}" if n <= most else f"{most:,} or more"
 
-    return ", ".join(f"{number(n)} {name}" for name, n in found.items() if n) or "none"
+    return ", ".join(f"{number(name, n)} {name}" for name, n in found.items() if n) or "none"
 
 
 def _maintenance(found: dict[str, Any], name: str) -> dict[str, Any]:
@@ -187,7 +189,11 @@ def jobs(
             for j in found
         ],
     )
-    return Answer({"jobs": found, "more": more}, _listing(lines, "jobs", bool(found), more))
+    searched = None if more or (tenant or task) is None else safe.searched(status, limit + 1)
+    listing = _listing(lines, "jobs", bool(found), more)
+    if searched is not None:
+        listing.append(f"searched: the newest {searched:,} of each status; the view `jobs` has all")
+    return Answer({"jobs": found, "more": more, "searched": searched}, listing)
 
 
 def _watch(
@@ -330,17 +336,17 @@ def show(console: Console, safe: SafeEffects, job: str) -> Answer:
             ("parent", row.parent_id),
             ("runs", row.attempts),
             ("fence", row.fence),
-            ("lease", f"{row.lease_owner} until {output.moment(row.lease_until)}" if row.lease_owner else None),
-            ("cancel asked", output.moment(row.cancel_requested_at)),
-            ("eta", output.moment(row.eta)),
-            ("expires", output.moment(row.expires_at)),
+            ("lease", f"{row.lease_owner} until {moment(row.lease_until)}" if row.lease_owner else None),
+            ("cancel asked", moment(row.cancel_requested_at)),
+            ("eta", moment(row.eta)),
+            ("expires", moment(row.expires_at)),
             ("outcome", row.outcome_ref),
             ("result", output.compact(row.result)),
             ("last error", row.last_error),
-            ("created", output.moment(row.created_at)),
-            ("started", output.moment(row.started_at)),
-            ("finished", output.moment(row.finished_at)),
-            ("told Celery", output.moment(row.settled_at)),
+            ("created", moment(row.created_at)),
+            ("started", moment(row.started_at)),
+            ("finished", moment(row.finished_at)),
+            ("told Celery", moment(row.settled_at)),
         ]
     )
     if found:
@@ -369,7 +375,7 @@ def waits_for(job: JobRow, operations: Sequence[OperationRow]) -> list[str]:
     for operation in operations:
         if operation.status == OperationStatus.UNKNOWN:
             at = operation.next_reconcile_at
-            ask = f"the next look (at {output.moment(at)}) or " if at is not None else ""
+            ask = f"the next look (at {moment(at)}) or " if at is not None else ""
             found.append(
                 f"{ask}`safe-effects resolve '{operation.key}' (--happened --ref REF | --not-happened | --refused TEXT)"
                 " --reason TEXT`"

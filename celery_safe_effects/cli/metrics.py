@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ..errors import ConfigurationError
-from .command import Answer, Console, command
+from ..words import address
+from .command import Answer, Console, command, extra
 
 if TYPE_CHECKING:
     from ..app import SafeEffects
@@ -63,8 +64,7 @@ def _serve(console: Console, safe: SafeEffects, host: str, port: int) -> Answer:
     before = signal.signal(signal.SIGTERM, end)
     try:
         with exporter:
-            shown = f"[{host}]" if ":" in host else host
-            where = f"http://{shown}:{exporter.server_address[1]}/metrics"
+            where = f"{address(host, exporter.server_address[1])}/metrics"
             console.note(f"metrics are at {where}")
             if console.as_json:
                 console.emit({"url": where})
@@ -77,15 +77,8 @@ def _serve(console: Console, safe: SafeEffects, host: str, port: int) -> Answer:
 
 
 def _prometheus() -> Any:
-    try:
+    with extra("metrics", "prometheus-client", "Prometheus' text, but not --json,"):
         from ..contrib import prometheus
-    except ModuleNotFoundError as exc:
-        if exc.name is None or not exc.name.startswith("prometheus_client"):
-            raise
-        raise ConfigurationError(
-            "Prometheus' text needs the package prometheus-client: pip install 'celery-safe-effects[metrics]'; "
-            "--json works without it"
-        ) from None
     return prometheus
 
 

@@ -137,11 +137,6 @@ def pad(text: str, columns: int, *, tail: bool = False) -> str:
     return text + " " * (columns - width(text))
 
 
-def moment(at: datetime | None) -> str:
-    """A time in UTC, to the second; empty for none."""
-    return "" if at is None else f"{at.astimezone(timezone.utc):%Y-%m-%d %H:%M:%SZ}"
-
-
 # -- layout --------------------------------------------------------------------------------------------------------
 
 

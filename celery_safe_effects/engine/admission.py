@@ -190,10 +190,12 @@ class Admission:
 
     def in_use(self) -> list[LimitInUse]:
         """Every limit that is set, stored ones before the settings', and what stands against it now."""
-        use = {(row.kind, row.name): row for row in self.store.rows("USE")}
+        in_force = self.in_force()
+        counted = any(limit.endswith(("_queued", "_running")) for _, limit, _, _ in in_force)
+        use = {(row.kind, row.name): row for row in (self.store.rows("USE") if counted else ())}
         tenants = {name: row for (kind, name), row in use.items() if kind == "tenant"}
         found = []
-        for scope, limit, value, source in self._set():
+        for scope, limit, value, source in in_force:
             kind, _, name = scope.partition(":")
             current: int | None = None
             if limit in ("tenant_queued", "tenant_running"):
@@ -209,9 +211,9 @@ class Admission:
     def on_jobs(self) -> list[tuple[str, str, float]]:
         """The limits of queued and running jobs that are set, as scope, name and value."""
         wanted = {"tenant_queued", "tenant_running", "pool_running"}
-        return [(scope, limit, value) for scope, limit, value, _ in self._set() if limit in wanted]
+        return [(scope, limit, value) for scope, limit, value, _ in self.in_force() if limit in wanted]
 
-    def _set(self) -> list[tuple[str, str, float, str]]:
+    def in_force(self) -> list[tuple[str, str, float, str]]:
         """Scope, name, value and source of every limit that is set; stored ones hide the settings'."""
         found: dict[tuple[str, str], tuple[str, str, float, str]] = {}
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from .. import canonical
+from .. import canonical, faults
 from ..errors import (
     Deferred,
     EffectRefused,
@@ -24,11 +24,12 @@ from ..errors import (
     SafeEffectsError,
     UndeclaredEffect,
 )
+from ..faults import Point
 from ..states import OperationStatus as Op
 from ..store.enlist import enlist, enlist_async, is_async
 from ..store.hot import STORE_ERRORS, Intent, Row
 from ..values import Operation, Outcome
-from . import deadline, failures, loop, outcomes, process
+from . import failures, loop, outcomes, process
 from .admission import check_size, too_many_operations
 from .lease import Moment, clock
 from .outcomes import classify, outcome_of
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from .job import ActiveJob
 
 logger = logging.getLogger(__name__)
+
+IN_DOUBT = "the call that was sent again did not happen, which says nothing of the one before"
 
 
 def call(
@@ -166,7 +169,7 @@ class Call:
             args=shown,
             args_digest=canonical.digest(content),
             whole_body=False,
-            **intent_options(effect, job.prefork),
+            **intent_options(effect),
         )
 
     def __enter__(self) -> Call:
@@ -204,11 +207,10 @@ class Call:
         if not job.held.trusted():
             raise job.lost()
         self._span = job.hooks.tracing.effect(job, effect, intent)
-        intent = self.intent = intent._replace(trace=self._span.trace)
         job.unrecorded[self.nonce] = intent.key
         sent = Moment()
-        kill = options.deadline if job.prefork and options.kill_at_deadline and not options.repeatable else None
-        self._alarm.enter_context(job.hooks.armed(kill))
+        armed = self._alarm.enter_context(job.hooks.armed(kill_after(effect, job.prefork)))
+        intent = self.intent = intent._replace(trace=self._span.trace, **what_ends_it(effect, armed))
         try:
             live, row = job.store.intent(job.lease, intent, self.nonce, process.identity(), job.held.trusted, sent)
         except STORE_ERRORS as exc:
@@ -286,11 +288,15 @@ class Call:
         """Record that the call has not begun, which its owner can prove."""
         self._alarm.close()
         self._record(Op.NOT_HAPPENED, evidence={"not_called": "its time was over, or it was cancelled"})
+        if self._status == Op.UNKNOWN:
+            self.job.parks(self.intent.key, IN_DOUBT)
 
     # -- the call itself -----------------------------------------------------------------------------------------------
 
     def run(self) -> Any:
         """Call the effect's function."""
+        if faults.armed is not None:
+            faults.at(Point.BEFORE_CALL, self.job.id, self.intent.step)
         with self._span.current():
             value = self.effect.fn(self.op, *self._bound.args, **self._bound.kwargs)
         return self._span.carry(value) if inspect.isawaitable(value) else value
@@ -300,6 +306,8 @@ class Call:
     def finish(self, value: Any, raised: BaseException | None) -> Outcome[Any]:
         """Record what the call returned or raised, and return or raise what it means for the body."""
         self._alarm.close()
+        if faults.armed is not None:
+            faults.at(Point.AFTER_CALL, self.job.id, self.intent.step)
         if self._confirmed:
             return self._after_confirm(raised)
         if raised is not None:
@@ -319,6 +327,8 @@ class Call:
     def _raised(self, exc: BaseException) -> Outcome[Any]:
         status = classify(self.effect.options, exc)
         self._record(status, error=failures.to_json(exc))
+        if status == Op.NOT_HAPPENED and self._status == Op.UNKNOWN:
+            raise self.job.parks(self.intent.key, IN_DOUBT) from exc
         if status == Op.REFUSED:
             raise EffectRefused(f"{self.effect.name} was refused: {exc}", key=self.intent.key) from exc
         if status == Op.NOT_HAPPENED:
@@ -353,6 +363,8 @@ class Call:
         if record.nonce == self.nonce and record.status == Op.INTENT_RECORDED:
             # Waits for the row if the transaction is being committed at this moment, and then finds it resolved.
             row = job.insist("OUTCOME", **outcomes.params(job, key, self.nonce, Op.NOT_HAPPENED, error=error))[0]
+            if row.status == Op.UNKNOWN:
+                raise job.parks(key, IN_DOUBT)
             if row.status is not None:
                 why = raised or SafeEffectsError(
                     f"the transaction given to op.confirm() of {key} was not committed; nothing happened"
@@ -377,23 +389,31 @@ class Call:
         # Without key and lookup nothing else can ever tell the outcome: wait for the disk.
         recoverable = intent.repeatable or intent.has_lookup or intent.idempotent_for is not None
         statement = "OUTCOME_ASYNC" if status == Op.OUTCOME_CONFIRMED and recoverable else "OUTCOME"
-        outcomes.record(self.job, statement, intent.key, self.nonce, status, ref, result, error, evidence)
-        self._status = status
+        key = intent.key
+        self._status = outcomes.record(self.job, statement, key, self.nonce, status, ref, result, error, evidence)
 
 
-def intent_options(effect: Effect[Any, Any], prefork: bool) -> dict[str, Any]:
-    """The part of an intent that the effect's declaration fixes."""
+def kill_after(effect: Effect[Any, Any], prefork: bool) -> float | None:
+    """Seconds after which the kernel is to end a call's process; ``None``: it is not asked to."""
     options = effect.options
-    timed = not options.repeatable
+    return options.deadline if prefork and options.kill_at_deadline and not options.repeatable else None
+
+
+def what_ends_it(effect: Effect[Any, Any], armed: bool) -> dict[str, Any]:
+    """The part of an intent that says what the deadline does to the sender: what the timer itself told."""
+    return {"deadline_kills": armed, "deadline_is_proof": armed and effect.options.trust_deadline_kill}
+
+
+def intent_options(effect: Effect[Any, Any]) -> dict[str, Any]:
+    """The part of an intent that the effect's declaration fixes; no timer is armed yet."""
+    options = effect.options
     return {
         "repeatable": options.repeatable,
-        "deadline": options.deadline if timed else None,
+        "deadline": options.deadline if not options.repeatable else None,
         "lag": options.lookup_lag,
         "idempotent_for": options.idempotent_for,
         "has_lookup": effect.find is not None,
         "if_unknown": options.if_unknown,
         "detached": options.detached,
-        "deadline_is_proof": bool(
-            timed and options.trust_deadline_kill and options.kill_at_deadline and prefork and deadline.available()
-        ),
+        **what_ends_it(effect, armed=False),
     }

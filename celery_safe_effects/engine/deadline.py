@@ -68,11 +68,6 @@ class _Timer:
             self._library.timer_delete(self._timer)
 
 
-def available() -> bool:
-    """Whether this system has such timers."""
-    return _library() is not None
-
-
 @contextlib.contextmanager
 def killed_after(seconds: float | None) -> Iterator[bool]:
     """End this process with SIGKILL if the block takes longer.

@@ -95,6 +95,8 @@ class LeaseKeeper:
     TICK = 0.5
     LATE = 1.0
     """Seconds: a process that was paused, starved, or cut off from the database."""
+    PATIENCE = 5.0
+    """Seconds that :meth:`flush` waits for a batch that is being written."""
 
     def __init__(
         self,
@@ -117,6 +119,7 @@ class LeaseKeeper:
         self._speaker: threading.Thread | None = None
         self._started = False
         self._starting = native.original("_thread", "allocate_lock")()
+        self._settling = native.original("_thread", "allocate_lock")()
         self._last = 0.0
 
     def _here(self) -> None:
@@ -157,11 +160,19 @@ class LeaseKeeper:
         self._start()
 
     def flush(self, store: Store) -> None:
-        """Write the noted settlements now.
+        """Write the noted settlements now; a batch that is being written is waited for.
 
         Arguments:
             store: the database, by a connection that the calling thread may use.
         """
+        ours = self._settling.acquire(True, self.PATIENCE)
+        try:
+            self._settle(store)
+        finally:
+            if ours:
+                self._settling.release()
+
+    def _settle(self, store: Store) -> None:
         ended = []
         with suppress(IndexError):
             while True:
@@ -180,8 +191,11 @@ class LeaseKeeper:
             tick = min(self.TICK, every / 2)
             sleep(tick)
             try:
-                if self._ended:
-                    self.flush(self.store)
+                if self._ended and self._settling.acquire(False):  # renewals wait for nobody
+                    try:
+                        self._settle(self.store)
+                    finally:
+                        self._settling.release()
                 if clock() - self._last >= every - tick / 2:
                     self._last = clock()
                     self.renew()

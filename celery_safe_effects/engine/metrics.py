@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ..states import TERMINAL, UNRESOLVED, JobStatus
 from ..store.hot import Store
 
 if TYPE_CHECKING:
@@ -29,8 +30,13 @@ SAMPLE: Final = 1_000
 COUNTED: Final = 100_000
 OF_TENANTS: Final = 20_000
 """Where counting the jobs of queues, and of tenants, ends, all together; but each to at least ``SAMPLE``."""
+ENDED: Final = 10_000
+"""Where `status` ends counting those that ended, of each status; those that did not are counted to ``COUNTED``."""
+LOOKED: Final = 10_000
+"""Of each status, how many jobs or operations a list searches by tenant, task or effect."""
 MOST: Final = 10_000
 """Where other counting ends: live jobs, unknown operations, parked and waiting jobs."""
+OPEN: Final = (frozenset(JobStatus) - TERMINAL) | UNRESOLVED
 SEEN_FOR: Final = 60.0
 """Seconds for which a worker that was seen counts as one."""
 
@@ -326,6 +332,11 @@ class Metrics:
             _put(found, name, row.value, label if (label,) in taken or len(taken) < LIMITS else OTHER, by=_sum)
 
 
+def counted_to(status: str) -> int:
+    """How far a look at everything counts the jobs or operations of a status."""
+    return COUNTED if status in OPEN else ENDED
+
+
 def _put(
     found: Samples, name: str, value: float, *labels: str, by: Callable[[list[float]], float] | None = None
 ) -> None:
@@ -347,4 +358,4 @@ def _share(most: int, parts: int) -> int:
     return max(SAMPLE, most // max(parts, 1))
 
 
-__all__ = ["CATALOG", "Metric", "Metrics", "Sample"]
+__all__ = ["CATALOG", "Metric", "Metrics", "Sample", "counted_to"]

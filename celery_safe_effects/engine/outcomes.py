@@ -69,8 +69,11 @@ def record(
     result: str | None = None,
     error: Any = None,
     evidence: Any = None,
-) -> None:
+) -> Op:
     """Record what became of a call that this process made.
+
+    Returns:
+        what is recorded: of a call that was sent again, that it did not happen leaves open whether the one before did.
 
     Raises:
         LeaseLost: the outcome may be recorded as evidence, but the job is no longer ours.
@@ -80,13 +83,15 @@ def record(
     row = job.insist(statement, until=lambda: clock() < give_up, **given)
     if not row:
         raise job.lost()
-    if row[0].status is None and not _own_record(job, key, nonce, status, ref):
+    recorded = row[0].status or _own_record(job, key, nonce, status, ref)
+    if recorded is None:
         raise job.lost()
     job.unrecorded.pop(nonce, None)
     if row[0].doubled:
         _double(job, key, ref)
     if not row[0].held:
         raise job.lost()
+    return Op(recorded)
 
 
 def params(
@@ -118,18 +123,19 @@ def params(
     }
 
 
-def _own_record(job: ActiveJob, key: str, nonce: UUID, status: Op, ref: str | None) -> bool:
-    """Whether the record is already as wanted, by an earlier try whose reply was lost."""
+def _own_record(job: ActiveJob, key: str, nonce: UUID, status: Op, ref: str | None) -> Op | None:
+    """What is recorded already, if that is what was wanted, by an earlier try whose reply was lost."""
     found: list[Row] = job.insist("OPERATION", key=key)
     if not found:
-        return False
+        return None
     if found[0].nonce == nonce:
-        return bool(found[0].status == status)
+        wanted = (status, Op.UNKNOWN) if status == Op.NOT_HAPPENED else (status,)
+        return Op(found[0].status) if found[0].status in wanted else None
     if status == Op.OUTCOME_CONFIRMED:
         late = job.insist("LATE_OUTCOME", key=key, nonce=nonce, ref=ref, fence=job.fence, owner=job.lease.owner)
         if late and late[0].doubled:
             _double(job, key, ref)
-    return False
+    return None
 
 
 def _double(job: ActiveJob, key: str, ref: str | None) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .. import canonical
+from .. import canonical, faults
+from ..faults import Point
 from ..store.hot import Row, Store
 from ..values import Happened, NotHappened, Operation, Refused, Unresolved, Verdict
 from . import failures, loop
@@ -103,6 +104,15 @@ class Reconciler:
         Claims only what it can ask at once, and no more of an effect whose lookups hang, so that these delay no other.
         New questions are taken up for one interval; whatever is being asked then is waited for, up to its limit.
         """
+        with faults.acting("sweeper"):
+            if faults.armed is not None:
+                faults.at(Point.BEFORE_RECONCILE)
+            done = self._reconcile(by, keys)
+            if faults.armed is not None:
+                faults.at(Point.AFTER_RECONCILE)
+        return done
+
+    def _reconcile(self, by: str, keys: list[str] | None) -> Reconciled:
         done = Reconciled()
         running: list[_Lookup] = []
         waiting: deque[tuple[Row, Effect[Any, Any]]] = deque()
@@ -276,7 +286,11 @@ class _Lookup:
         self._answer: Any = None
         self._done = threading.Event()
         self._effect = effect
-        threading.Thread(target=self._ask, name=f"safe-effects-lookup-{row.key}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"safe-effects-lookup-{row.key}", daemon=True).start()
+
+    def _run(self) -> None:
+        with faults.acting("sweeper"):
+            self._ask()
 
     def _ask(self) -> None:
         row = self.row
@@ -297,10 +311,14 @@ class _Lookup:
                 _clock=clock,
             )
             find = self._effect.find
+            if faults.armed is not None:
+                faults.at(Point.BEFORE_LOOKUP, row.job_id, row.step)
             with span.current():
                 answer = find(operation) if find is not None else None
                 if inspect.isawaitable(answer):
                     answer = loop.complete(answer, timeout=max(0.0, self.ends - clock()))
+            if faults.armed is not None:
+                faults.at(Point.AFTER_LOOKUP, row.job_id, row.step)
             self._answer = answer
         except BaseException as exc:
             raised = exc

@@ -95,14 +95,16 @@ class Republisher:
             grace=self.grace,
         )
         published = 0
-        while rows := self.store.rows(
-            "ASTRAY",
-            queue=turn.queue,
-            depth=depth.messages,
-            grace=self.grace,
-            republish=self.config.republish_after,
-            waited=stuck_after(self.config),
-            limit=BATCH,
+        while rows := in_order(
+            self.store.rows(
+                "ASTRAY",
+                queue=turn.queue,
+                depth=depth.messages,
+                grace=self.grace,
+                republish=self.config.republish_after,
+                waited=stuck_after(self.config),
+                limit=BATCH,
+            )
         ):
             if not published:
                 self.declare(turn.queue)
@@ -114,6 +116,11 @@ class Republisher:
             if sent < BATCH:
                 break
         return published
+
+
+def in_order(rows: list[Row]) -> list[Row]:
+    """Rows to publish, as they were accepted: what an update returns comes in any order."""
+    return sorted(rows, key=lambda row: row.seq)
 
 
 def stuck_after(config: Config) -> float:

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import faults
 from ..config import Config
+from ..faults import Point
 from ..store.hot import Row, Store
 from . import process
-from .republish import Ask, Republisher
+from .republish import Ask, Republisher, in_order
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,15 @@ class Sweeper:
 
     def sweep(self, by: str) -> Swept:
         """The sweep itself, for a caller that has already taken its turn."""
+        with faults.acting("sweeper"):
+            if faults.armed is not None:
+                faults.at(Point.BEFORE_SWEEP)
+            swept = self._sweep(by)
+            if faults.armed is not None:
+                faults.at(Point.AFTER_SWEEP)
+        return swept
+
+    def _sweep(self, by: str) -> Swept:
         swept = Swept()
         while rows := self.store.rows(
             "SWEEP_LEASES",
@@ -153,7 +164,7 @@ class Sweeper:
             settle_tries=self.settle_tries,
             republish=self.config.republish_after,
         ):
-            sent = self.deliver(rows)
+            sent = self.deliver(in_order(rows))
             published += sent
             if sent < self.BATCH:
                 break

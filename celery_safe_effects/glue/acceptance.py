@@ -213,13 +213,21 @@ class Acceptance:
             raise PayloadInvalid(
                 f"the arguments of {envelope.task} cannot be encoded as {serializer}: {exc}; nothing was enqueued"
             ) from exc
+        self.must_fit(envelope.task, data, limit)
+        return data, envelope.digest(serializer)
+
+    def must_fit(self, task: str, data: bytes, limit: int | None = None) -> None:
+        """Refuse a message that is too large.
+
+        Raises:
+            PayloadTooLarge: it is; the refusal is counted.
+        """
         try:
             most = limit or self.safe.config.max_payload
-            check_size(f"the message of {envelope.task}", len(data), most, "nothing was enqueued")
+            check_size(f"the message of {task}", len(data), most, "nothing was enqueued")
         except PayloadTooLarge as error:
-            self._tell_refusals([(envelope.task, error)])
+            self._tell_refusals([(task, error)])
             raise
-        return data, envelope.digest(serializer)
 
     def tenant(self, ours: Mapping[str, Any], name: str) -> str:
         """Given, else inherited from the job that sends it, else the task's, else the default."""

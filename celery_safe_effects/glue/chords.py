@@ -41,7 +41,10 @@ SLOWEST: Final = 8
 """A chord is looked at less and less often, down to once in so many times the grace."""
 NEVER: Final = (PayloadInvalid, PayloadTooLarge, ConfigurationError, EncodeError, TypeError)
 """What keeps a body from being sent for ever."""
-NO_MEMBERS: Final = ("Callback error", "Join error", "TimeoutError", "chord_unlock could not be retried")
+NO_MEMBERS: Final = (
+    "Callback error", "Join error", "TimeoutError", "chord_unlock could not be retried", "Cannot restore group",
+    "GroupResult ",
+)  # fmt: skip
 """Begin Celery's errors of chords in which perhaps no member has failed: Celery itself could not do its part."""
 
 

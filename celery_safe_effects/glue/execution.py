@@ -17,10 +17,10 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, Work
 from celery.result import ResultBase
 from kombu.exceptions import EncodeError
 
-from .. import canonical, signals
+from .. import canonical, faults, signals
 from ..engine import current, failures, loop, outcomes, process
 from ..engine.admission import OPERATIONS_LIMIT, check_size
-from ..engine.calls import intent_options
+from ..engine.calls import intent_options, kill_after, what_ends_it
 from ..engine.job import ActiveJob, RetryOver
 from ..engine.lease import Moment, clock
 from ..engine.outcomes import classify, outcome_of
@@ -36,6 +36,7 @@ from ..errors import (
     ReplayMismatch,
     SafeEffectsError,
 )
+from ..faults import Point
 from ..states import TERMINAL, JobStatus
 from ..states import OperationStatus as Op
 from ..store.hot import RETRYABLE, STORE_ERRORS, Lease, Row
@@ -232,7 +233,7 @@ class Execution:
             statement = "CLAIM_BODY"
             body = self.task._body_effect()
             shown = self._shown(body)
-            options = intent_options(body, self.safe.prefork)
+            options = intent_options(body)
             del options["repeatable"]
             params |= options | {
                 "step": "body",
@@ -290,12 +291,14 @@ class Execution:
 
         A whole body's intent goes with its claim, so that its deadline's timer is armed before either is sent.
         """
-        options = self.task._body_effect().options if self.whole_body else None
-        kill = options.deadline if options and self.safe.prefork and options.kill_at_deadline else None
+        body = self.task._body_effect() if self.whole_body else None
+        kill = kill_after(body, self.safe.prefork) if body is not None else None
         sent = Moment()
         while True:
             alarm.close()
-            alarm.enter_context(self.safe.hooks.armed(kill))
+            armed = alarm.enter_context(self.safe.hooks.armed(kill))
+            if body is not None:
+                params |= what_ends_it(body, armed)
             try:
                 rows = self.store.send(statement, params, sent)
                 return rows[0] if rows else None, sent.at
@@ -404,6 +407,8 @@ class Execution:
         try:
             self._started()
             value = self._run_tracked(job)
+            if faults.armed is not None:
+                faults.at(Point.AFTER_BODY, self.id)
         except BaseException as exc:
             raised = exc
         swallowed = job.mismatch or job.parked or job.deferred or (job.asked and job.asked.retry)
@@ -588,6 +593,8 @@ class Execution:
         try:
             self._started()
             value = self._run_tracked(job)
+            if faults.armed is not None:
+                faults.at(Point.AFTER_BODY, self.id)
         except BaseException as exc:
             raised = exc
         alarm.close()
@@ -630,7 +637,7 @@ class Execution:
                 self._pend(job, "failed", conclusion._replace(reason="max_attempts", outgoing=None))
         elif status == Op.REFUSED:
             self._pend(job, "failed", _Conclusion("failed", "refused", error=error))
-        outcomes.record(job, "OUTCOME", key, nonce, status, None, None, error)
+        status = outcomes.record(job, "OUTCOME", key, nonce, status, None, None, error)
         if status == Op.UNKNOWN:
             return self._conclude(job, self._unknown(key, error["text"]))
         self._left_as = "queued" if status == Op.NOT_HAPPENED and again else "failed"
@@ -690,6 +697,8 @@ class Execution:
     def _run_tracked(self, job: ActiveJob) -> Any:
         """Run the body so that ``retry()`` can tell the author's call from the one that ``autoretry_for`` makes."""
         task = self.task
+        if faults.armed is not None:
+            faults.at(Point.BEFORE_BODY, self.id)
         task.__dict__.pop("override_max_retries", None)  # retry(max_retries=...) leaves it behind for the next job
         original = task.__dict__.get("_orig_run")
         if original is None:
@@ -861,6 +870,8 @@ class Execution:
     def _settles(self, fence: int, error: BaseException | None = None) -> BaseException:
         """Celery is about to be told of an end; when it has been, the row says so. Returns the error, to be raised."""
         self.request.update({END: End(fence, error)}, **storable(self.task, self.request))
+        if faults.armed is not None:
+            faults.at(Point.BEFORE_TELL, self.id)
         return error or Ignore()
 
     def _unveiled(self, job: ActiveJob, exc: Exception) -> Exception:

@@ -53,7 +53,6 @@ class Many:
             raise ConfigurationError("transaction= has no meaning where jobs run at once (task_always_eager)")
         self.enlisted: Enlisted | None = enlist(transaction) if transaction is not None else None
         self.moulds = Moulds(publisher)
-        self.longest = self.app.amqp.argsrepr_maxsize
         self.door = Door(enlisted=self.enlisted, admitted=continues(current.job()))
 
     def run(self, items: Iterable[Any]) -> list[Enqueued]:
@@ -92,18 +91,18 @@ class Many:
 
     def _make(self, calls: list[Any]) -> list[_Item]:
         batch = Batch(plain=False)
-        with batch.gather(), self.app.producer_or_acquire(None) as producer:
-            return [self._item(batch, call, producer) for call in calls]
+        with batch.gather():
+            return [self._item(batch, call) for call in calls]
 
-    def _item(self, batch: Batch, call: Any, producer: Any) -> _Item:
+    def _item(self, batch: Batch, call: Any) -> _Item:
         before = len(batch.gathered)
         try:
             signature = self._checked(call)
-            reprs = _reprs(signature, self.longest)
-            cast = self.moulds.cast(signature, reprs)
+            shown = self.moulds.shown(signature)
+            cast = self.moulds.cast(signature, shown)
             if cast is not None:
                 return _Item(cast)
-            signature.apply_async(producer=producer, **reprs)
+            signature.apply_async(**(shown.reprs if shown is not None else {}))
         except Exception as exc:
             del batch.gathered[before:]
             return _Item(None, exc, getattr(exc, "job_id", None))
@@ -113,7 +112,7 @@ class Many:
                 f"{call!r} sent {len(made)} messages of SafeTasks instead of one; nothing was enqueued"
             )
             return _Item(None, error)
-        self.moulds.keep(signature, reprs, made[0])
+        self.moulds.keep(signature, shown, made[0])
         return _Item(made[0])
 
     def _checked(self, call: Any) -> Signature:
@@ -170,21 +169,6 @@ class Many:
         except Exception as exc:
             return Enqueued("refused", getattr(exc, "job_id", None), exc)
         return Enqueued("accepted", result.id)
-
-
-def _reprs(signature: Signature, longest: int) -> dict[str, str]:
-    """What Celery shows of the arguments, where plain ``repr`` says the same: its own takes as long as all the rest."""
-    args, kwargs, options = signature.args, signature.kwargs, signature.options
-    if "argsrepr" in options or "kwargsrepr" in options or not all(map(_simple, (*args, *kwargs.values()))):
-        return {}
-    found = {"argsrepr": repr(tuple(args)), "kwargsrepr": repr(dict(kwargs))}
-    return found if all(len(text) < longest for text in found.values()) else {}
-
-
-def _simple(value: Any) -> bool:
-    if type(value) is str:
-        return value.isprintable() and not any(quote in value for quote in "'\"\\")
-    return type(value) in (int, bool, float, type(None))
 
 
 def _signature(call: Any, app: Any) -> Signature:

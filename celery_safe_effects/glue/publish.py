@@ -19,11 +19,12 @@ from celery.utils.saferepr import saferepr
 from celery.utils.time import maybe_make_aware
 from kombu.exceptions import ChannelError, EncodeError
 
+from .. import faults
 from ..config import check_protocol
 from ..engine import current
 from ..engine.job import ActiveJob
 from ..engine.lease import clock
-from ..engine.republish import Depth
+from ..engine.republish import Depth, in_order
 from ..errors import (
     AcceptanceUnknown,
     AdmissionRejected,
@@ -33,6 +34,7 @@ from ..errors import (
     ReplayMismatch,
     SafeEffectsError,
 )
+from ..faults import Point
 from ..states import JobStatus
 from ..store.enlist import enlist
 from ..store.hot import STORE_ERRORS
@@ -43,7 +45,7 @@ from .continuations import UNLOCK, Continuations
 from .envelope import MARK, OPAQUE, Envelope, Mark, Raw
 from .results import Results, restore_header
 from .task import OURS, SafeTask
-from .wire import BATCH, Message, Wire
+from .wire import BATCH, LATER, Message, Wire
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -175,13 +177,15 @@ class Publisher:
         self, send: Callable[..., Any], producer: Any, name: str, message: Any, options: dict[str, Any]
     ) -> Any:
         """Write the row of a safe message, then publish it."""
+        producer = None if producer is LATER else producer
         ours: dict[str, Any] = {key: options.pop(key) for key in OURS if key in options}
         transaction = options.pop("transaction", None)
         restore_header(message[0])
         if not isinstance(message[2], tuple):
             if ours or transaction is not None or self.is_safe(name):
                 check_protocol(self.app.conf)
-            return send(producer, name, message, **options)
+            with self.app.producer_or_acquire(producer) as found:
+                return send(found, name, message, **options)
         headers, properties, body, sent_event = message
         job, batch = current.job(), gathering()
         if batch is not None and batch.tenant is not None:
@@ -201,7 +205,8 @@ class Publisher:
             headers.update(extra)
         self._veil(name, headers, body, sent_event)
         self.safe.hooks.tracing.sends(headers, current_task.request if own else None)
-        options.pop("expiration", None)  # the database judges expiry; a hint has no time to live
+        for said in ("expiration", "argsrepr", "kwargsrepr"):
+            options.pop(said, None)  # the database judges expiry; the others are in the headers
         body = self._definite(name, headers, body, self.acceptance.tenant(ours, name))
         envelope = Envelope(
             {key: value for key, value in headers.items() if key != MARK},
@@ -288,7 +293,12 @@ class Publisher:
             return None
         if canvas.hand_on(self.app, hint) or self._waits_in_vain(hint):
             return None
-        sent = send(producer, hint.name, hint.parts, **hint.options)
+        if faults.armed is not None:
+            faults.at(Point.BEFORE_PUBLISH, hint.id)
+        with self.app.producer_or_acquire(producer) as found:
+            sent = send(found, hint.name, hint.parts, **hint.options)
+        if faults.armed is not None:
+            faults.at(Point.AFTER_PUBLISH, hint.id)
         self.chords.done(chords.sent_with([hint]))
         return sent
 
@@ -457,7 +467,8 @@ class Publisher:
         """The message of an accepted job."""
         mark, envelope = candidate.mark(verdict.seq or 0), candidate.envelope
         headers = envelope.marked_headers(mark, eta=time_of(self.app, envelope.headers.get("eta")))
-        hint = hint._replace(parts=(headers, *hint.parts[1:]))
+        _, properties, body, sent_event = hint.parts
+        hint = Message(hint.name, (headers, properties, body, sent_event), hint.options)
         if not mark.digest.startswith(OPAQUE):
             return hint
         return hint.exactly(Raw.stored(candidate.params["envelope"]))  # serialized again, it may have other bytes
@@ -648,7 +659,7 @@ class Publisher:
         except (SafeEffectsError, psycopg.Error):
             logger.warning("publishing %s is left to the sweeper", ", ".join(job_ids), exc_info=True)
             return 0
-        return self.deliver(rows)
+        return self.deliver(in_order(rows))
 
 
 def _taken_eta(app: Celery, options: dict[str, Any]) -> str | None:

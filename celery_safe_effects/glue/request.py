@@ -19,9 +19,11 @@ from celery.utils.time import rate
 from celery.worker import state
 from celery.worker.request import Request
 
+from .. import faults
 from ..engine import tries
 from ..engine.sweep import BACKOFF, MAX_BACKOFF
 from ..errors import IdempotencyConflict
+from ..faults import Point
 from ..states import JobStatus
 from . import held, threads
 from .envelope import CONTENT_TYPE, MARK, Envelope, Mark, is_marked
@@ -79,8 +81,13 @@ class SafeRequest(Request):
 
     def acknowledge(self) -> None:
         """As Celery's, unless the message is the only copy of its job."""
-        if not self._unpersisted:
-            super().acknowledge()
+        if self._unpersisted:
+            return
+        if faults.armed is not None:
+            faults.at(Point.BEFORE_ACK, self.id)
+        super().acknowledge()
+        if faults.armed is not None:
+            faults.at(Point.AFTER_ACK, self.id)
 
     def _persist(self) -> None:
         """Write the row of an unmarked message (the child does, too); until there is one, it stays unacknowledged."""
@@ -208,7 +215,8 @@ class SafeRequest(Request):
         """Fence the attempt and release or park the job; what cannot be written now, the lease's end will do."""
         self._left = True
         safe = self._safe
-        stopped = reason == "worker_cancelled" and safe.stopping.now()
+        # A service manager tells the children, too: one that is between two places where it can leave is just gone.
+        stopped = reason in ("worker_cancelled", "worker_lost") and safe.stopping.now()
         owner = f"{self.hostname}/{self.worker_pid}/"
         try:
             rows = safe.store.rows(
@@ -225,7 +233,7 @@ class SafeRequest(Request):
         except Exception:
             logger.warning("job %s is left to its lease's end", self.id, exc_info=True)
             return self._done()
-        if not rows and reason in CRASHES:
+        if not rows and reason in CRASHES and not stopped:
             self._came_to_nothing(owner, reason)
         safe.announce(self._actor, self.id)
         for row in rows:

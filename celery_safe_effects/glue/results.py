@@ -19,6 +19,7 @@ from celery.backends.rpc import RPCBackend
 from kombu.common import maybe_declare
 
 from ..engine.lease import clock
+from .wire import LATER
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -61,6 +62,8 @@ class Results:
         make = options.get("result_cls")
         # Nobody prepares for a result that is ignored; the message says what the caller said.
         changed = {"ignore_result": True, "result_cls": lambda job_id: self.of(job_id, make)}
+        if not options.get("connection"):
+            changed["producer"] = options.get("producer") or LATER
         scope = _ignored.set(ignored)
         try:
             result = send(name, args, kwargs, **{**options, **changed})

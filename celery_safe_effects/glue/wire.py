@@ -12,6 +12,8 @@ from kombu.exceptions import ChannelError
 from kombu.exceptions import OperationalError as BrokerError
 from kombu.transport import virtual
 
+from .. import faults
+from ..faults import Point
 from . import routing
 from .envelope import Raw
 
@@ -27,6 +29,23 @@ BROKER_ERRORS: Final = (BrokerError, OSError, getattr(exceptions, "BatchPublishE
 PRECONDITION_FAILED: Final = 406
 BATCH: Final = 500
 """Messages that a broker gets in one round trip, where it can take several."""
+
+
+class _Later:
+    """Stands for a producer while none is needed yet."""
+
+    @property
+    def connection(self) -> _Later:
+        return self
+
+    @staticmethod
+    def _reraise_as_library_errors() -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+LATER: Final = _Later()
+"""Handed to Celery in place of a producer: there are only `broker_pool_limit` of them, and who waits for the database,
+or for a key in another's transaction, would keep all others in the process from sending."""
 
 
 class Message(NamedTuple):
@@ -47,7 +66,7 @@ class Message(NamedTuple):
         """The same with a serialized body, which goes out byte for byte."""
         headers, properties, _, sent_event = self.parts
         options = {**self.options, "content_type": raw.content_type, "content_encoding": raw.encoding}
-        return self._replace(parts=(headers, properties, raw.data, sent_event), options=options)
+        return Message(self.name, (headers, properties, raw.data, sent_event), options)
 
     def into(self, queue: Any) -> Message:
         """The same message, sent to another queue."""
@@ -135,7 +154,7 @@ class Wire:
                     with producer.connection._reraise_as_library_errors(), _together(producer):
                         for message in rest:
                             at_once = {**message.options, "retry": False, "declare": []}
-                            self._send_logged(producer, message._replace(options=at_once), lost)
+                            self._send_logged(producer, Message(message.name, message.parts, at_once), lost)
                     done += len(part)
         except BROKER_ERRORS as exc:
             logger.warning("publishing %d messages is put off: %r", len(messages) - done, exc)
@@ -161,7 +180,11 @@ class Wire:
         if self.send is None:
             _ = self.app.amqp.send_task_message  # made at its first use, and then known
         assert self.send is not None
+        if faults.armed is not None:
+            faults.at(Point.BEFORE_PUBLISH, message.id)
         self.send(producer, message.name, message.parts, **message.options)
+        if faults.armed is not None:
+            faults.at(Point.AFTER_PUBLISH, message.id)
 
 
 def _together(producer: Any) -> contextlib.AbstractContextManager[Any]:

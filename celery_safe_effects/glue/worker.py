@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from celery import bootsteps
 from kombu.common import Broadcast
 
+from .. import faults
 from ..engine.lease import clock
 from ..engine.republish import stuck_after
 from ..errors import ConfigurationError, SafeEffectsError, StoreUnavailable
@@ -94,9 +95,11 @@ def prepare(safe: SafeEffects, app: Any, hostname: str) -> None:
     Raises:
         SystemExit: when safety cannot be had, with the words that say how to mend it.
     """
+    faults.enter("main")
     try:
         compat.check()
         config = safe.config
+        faults.arm_from_environment()
         safe.check_declarations()
         safe.add_companions()
         safe.store.check_schema()

@@ -2,7 +2,7 @@
 
 Nothing is opened at import or before a fork is over: a child never touches a connection of its parent. The deadline is
 enforced by the client (a cancel request, then the connection is closed), so that it also holds behind a pooler and
-against a server that does not answer at all; no start-up option and no session state is used.
+against a server that does not answer at all. There is no start-up option, and behind a pooler no session state either.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ CONNECT_TIMEOUT = 5
 APPLICATION: Final = "celery-safe-effects"
 READ, WRITE = 1, 2
 """What to wait for, by psycopg's numbers; 3 is either."""
+# Each statement has one plan, made once, which serves all values: left to itself the planner makes the larger ones anew
+# each time, which takes half as long as running them. Those that need a plan for their values say so (`Store.look`).
+_MEET: Final = """
+SELECT pg_backend_pid(),
+       CASE WHEN pg_backend_pid() = %s THEN set_config('plan_cache_mode', 'force_generic_plan', false) END
+"""
 R = TypeVar("R")
 
 
@@ -213,12 +219,11 @@ class Opener:
             conn.prepare_threshold = None
             return
         conn.prepare_threshold = 0
-        if self.prepare == "detected":
-            row = conn.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
-            # A pooler hands out a key of its own instead of the backend's process id.
-            if row is None or row[0] != conn.info.backend_pid:
-                conn.prepare_threshold = None
-                conn.pooled = True
+        row = conn.execute(_MEET, (conn.info.backend_pid,), prepare=False).fetchone()
+        # A pooler hands out a key of its own instead of the backend's process id.
+        if self.prepare == "detected" and (row is None or row[0] != conn.info.backend_pid):
+            conn.prepare_threshold = None
+            conn.pooled = True
 
 
 class Connections:

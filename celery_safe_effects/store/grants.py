@@ -62,7 +62,7 @@ _OF_PRODUCERS: Final[_Tables] = {
         "SELECT": """id seq task status tenant queue express idempotency_key args_digest generation retries
             run_after settle envelope next_publish_at published_at publishes settled_at""",
         "INSERT": """id task tenant pool queue express priority idempotency_key args_digest parent_id retries
-            max_attempts attempts_fixed eta run_after expires_at gives_up_at envelope settle created_by stamps
+            max_attempts attempts_fixed eta run_after expires_at max_age gives_up_at envelope settle created_by stamps
             next_publish_at published_at publishes""",
         "UPDATE": "next_publish_at published_at publishes settled_at",
     },
@@ -90,7 +90,7 @@ _OF_OBSERVERS: Final[_Tables] = {
             lease_until lease_owner next_publish_at waiting_for open_ops"""
     },
     "operation": {
-        "SELECT": "key job_id effect status intent_at double_at next_reconcile_at",
+        "SELECT": "key job_id effect status first_intent_at intent_at double_at next_reconcile_at",
     },
     "maintenance": {"SELECT": ALL},
     "worker": {"SELECT": ALL},
@@ -114,11 +114,11 @@ _OF_WORKERS: Final[_Tables] = {
         "SELECT": ALL,
         "INSERT": """key job_id step ordinal effect status keyed repeatable whole_body fence nonce process trace args
             args_digest deadline lag deadline_at absent_from idempotent_for has_lookup if_unknown detached
-            deadline_is_proof recorded_by""",
+            deadline_kills deadline_is_proof recorded_by""",
         "UPDATE": """job_id ordinal status attempt fence nonce process trace args args_digest provider_ref result error
-            intent_at deadline lag deadline_at absent_from has_lookup if_unknown detached deadline_is_proof gone_at
-            absent_at policy_at resolved_at resolved_by evidence late_outcomes double_at reconcile_attempts
-            next_reconcile_at asking_until actor reason""",
+            intent_at deadline lag deadline_at absent_from has_lookup if_unknown detached deadline_kills
+            deadline_is_proof gone_at absent_at policy_at in_doubt resolved_at resolved_by evidence late_outcomes
+            double_at reconcile_attempts next_reconcile_at asking_until actor reason""",
         "DELETE": ALL,
     },
     "chord": {"SELECT": ALL, "UPDATE": "next_check_at checks", "DELETE": ALL},
@@ -170,14 +170,15 @@ FUNCTIONS: Final = {
 
 _BY_KIND: Final = {
     (PRODUCER, WORKER, OBSERVER): "SCHEMA_VERSION IDENTITY KNOWN_TASK LIMITS METRICS_BEGIN DOCTOR_DATABASE DOCTOR_TASKS"
-    " DOCTOR_RIGHTS WRITTEN_BY METRICS_DEPTHS",
+    " DOCTOR_RIGHTS WRITTEN_BY METRICS_DEPTHS VIEW_JOBS_BEYOND",
     (): "ROLES NEW_EPOCH",  # the owner's
     (PRODUCER, WORKER): "TAKE_KEYS ACCEPT ACCEPT_MANY RESERVE ACCEPT_RESERVED UNRESERVE QUEUED HOLDERS PUBLISH_SOON"
     " REMIND UNSETTLE DUE POST POSTED POST_DUE COUNT STORED REAP_RESERVATIONS CHORD CHORD_OPEN",
     (
         OBSERVER,
         WORKER,
-    ): "VIEW_JOBS VIEW_LIVE VIEW_OPERATIONS VIEW_TRANSITIONS VIEW_OVERVIEW USE WORKERS_SEEN"
+    ): "VIEW_JOB VIEW_JOBS VIEW_LIVE VIEW_OPERATION VIEW_OPERATIONS VIEW_OPERATIONS_OF_JOB"
+    " VIEW_TRANSITIONS VIEW_OVERVIEW PRUNE_LEFT USE WORKERS_SEEN"
     " METRICS_QUEUES METRICS_USE METRICS_LIVE METRICS_UNKNOWN METRICS_PARKED METRICS_WAITING METRICS_COUNTERS"
     " METRICS_MAINTENANCE METRICS_WORKERS METRICS_REST DOCTOR_STATE DOCTOR_LONGEST DOCTOR_EFFECTS"
     " EPOCH",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -16,6 +17,7 @@ from uuid import UUID
 import psycopg
 from psycopg.rows import namedtuple_row
 
+from .. import faults
 from ..address import quote_schema
 from ..config import Config
 from ..errors import ConfigurationError, PermissionMissing, SchemaMismatch, StoreUnavailable
@@ -48,6 +50,29 @@ def _not_now(exc: psycopg.Error) -> bool:
     return exc.sqlstate is not None and exc.sqlstate.startswith(NOT_NOW)
 
 
+@contextlib.contextmanager
+def _faults_as_lost_connections() -> Iterator[None]:
+    try:
+        yield
+    except faults.InjectedFault as exc:
+        raise psycopg.OperationalError(str(exc)) from exc
+
+
+class _Named:
+    """Rows of one statement as named tuples: its columns are always the same, and their names are looked up once."""
+
+    def __init__(self) -> None:
+        self._make: Callable[[Sequence[Any]], Row] | None = None
+
+    def __call__(self, cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Row]:
+        if self._make is not None:
+            return self._make
+        make = namedtuple_row(cursor)
+        if cursor.pgresult is not None and cursor.pgresult.nfields:
+            self._make = make
+        return make
+
+
 class Intent(NamedTuple):
     """What an intent statement records, apart from the lease."""
 
@@ -66,6 +91,7 @@ class Intent(NamedTuple):
     has_lookup: bool
     if_unknown: str
     detached: bool
+    deadline_kills: bool
     deadline_is_proof: bool
     trace: str | None = None
 
@@ -104,6 +130,7 @@ class Store:
             for name, text in vars(statements).items()
             if isinstance(text, str) and name.isupper() and not name.startswith("_")
         }
+        self._named: defaultdict[str, _Named] = defaultdict(_Named)
 
     # -- running statements -------------------------------------------------------------------------------------------
 
@@ -127,7 +154,13 @@ class Store:
         with self.connections.connection() as conn, self._in_our_words(conn):
             if sending is not None:
                 sending()
-            return self._execute(conn, statement, params)
+            if faults.armed is None:
+                return self._execute(conn, statement, params)
+            with _faults_as_lost_connections():
+                faults.before(statement, params)
+                found = self._execute(conn, statement, params)
+                faults.after(statement, params)
+            return found
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Callable[..., list[Row]]]:
@@ -136,13 +169,32 @@ class Store:
         Raises:
             As :meth:`rows`, also from the commit at the end.
         """
-        with self.connections.connection() as conn, self._in_our_words(conn), conn.transaction():
-            yield lambda statement, /, **params: self._execute(conn, statement, params)
+        ran: list[tuple[str, dict[str, Any]]] = []
+
+        def run(statement: str, /, **params: Any) -> list[Row]:
+            if faults.armed is not None:
+                ran.append((statement, params))
+            return self._execute(conn, statement, params)
+
+        with self.connections.connection() as conn, self._in_our_words(conn), _faults_as_lost_connections():
+            with conn.transaction():
+                yield run
+                for statement, params in ran:
+                    faults.before(statement, params)
+            for statement, params in ran:
+                faults.after(statement, params)
+
+    def look(self, statement: str, /, **params: Any) -> list[Row]:
+        """Run a statement that reads by bounds, planned for their values; else as :meth:`rows`."""
+        with self.transaction() as run:
+            run("METRICS_BEGIN")
+            return run(statement, **params)
 
     def _execute(self, conn: DeadlineConnection, statement: str, params: dict[str, Any]) -> list[Row]:
-        cursor = conn.cursor(row_factory=namedtuple_row)
+        text = self.sql[statement]
+        cursor = conn.cursor(row_factory=self._named[text])
         try:
-            cursor.execute(self.sql[statement], params, prepare=conn.prepare_threshold is not None)
+            cursor.execute(text, params, prepare=conn.prepare_threshold is not None)
         except psycopg.errors.InsufficientPrivilege as exc:
             raise self._not_permitted(exc, statement, conn) from exc
         return cursor.fetchall()
@@ -169,7 +221,13 @@ class Store:
         """
         self._refuse_elsewhere(enlisted)
         try:
-            return enlisted.rows(self.sql[statement], params)
+            if faults.armed is None:
+                return enlisted.rows(self.sql[statement], params)
+            with _faults_as_lost_connections():
+                faults.before(statement, params)
+                found: list[Row] = enlisted.rows(self.sql[statement], params)
+                faults.after(statement, params)
+            return found
         except WRONG_SCHEMA as exc:
             raise self._wrong_schema(exc) from exc
         except psycopg.errors.InsufficientPrivilege as exc:
@@ -292,6 +350,10 @@ class Store:
             if ids:
                 run("PRUNE_LOG", ids=ids)
         return len(ids)
+
+    def due_for_pruning(self, most: int) -> int:
+        """How many finished jobs are past their retention, counted so far in each status."""
+        return int(self.rows("PRUNE_LEFT", **vars(self.config.retention), most=most)[0].jobs)
 
     # -- leases -------------------------------------------------------------------------------------------------------
 

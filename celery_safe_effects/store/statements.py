@@ -27,6 +27,9 @@ OPERATION_FACTS: Final = """
     o.keyed, o.provider_ref, o.result::text AS result, o.error::text AS error, o.first_intent_at, o.intent_at,
     o.deadline_at"""
 
+# Where a row is found by its key, its status is only a condition, and written so that no index fits it: status || ''.
+# The words of the indexes (status || ':waits', ...) are explained where those are made.
+
 SCHEMA_VERSION: Final = "SELECT max(version) AS version, max(oldest_code) AS oldest_code FROM {s}.schema_version"
 
 # Which roles were granted what.
@@ -64,8 +67,8 @@ _KEY_LOCK: Final = "'{s}.tombstone'::regclass::oid::integer, hashtext({r}.tenant
 # message now; else it is due at the ETA, or in `due` seconds, or at once in the express lane.
 _ACCEPT: Final = """
 INSERT INTO {s}.job AS j (id, task, tenant, pool, queue, express, priority, idempotency_key, args_digest, parent_id,
-    retries, max_attempts, attempts_fixed, eta, run_after, expires_at, gives_up_at, envelope, settle, created_by,
-    stamps, next_publish_at, published_at, publishes)
+    retries, max_attempts, attempts_fixed, eta, run_after, expires_at, max_age, gives_up_at, envelope, settle,
+    created_by, stamps, next_publish_at, published_at, publishes)
 SELECT r.id, r.task, r.tenant, r.pool,
     CASE WHEN r.express AND NOT r.later THEN {s}.express_of(r.queue) ELSE r.queue END,
     CASE WHEN r.fair THEN r.express AND NOT r.later END,
@@ -73,6 +76,7 @@ SELECT r.id, r.task, r.tenant, r.pool,
     (r.given ->> 'max_attempts')::integer,
     r.limits ? 'attempts_fixed' OR r.given -> 'max_attempts' IS DISTINCT FROM r.limits -> 'max_attempts',
     r.eta, r.eta, r.expires,
+    (r.given ->> 'max_age')::float8 * interval '1 second',
     clock_timestamp() + (r.given ->> 'max_age')::float8 * interval '1 second', r.envelope, r.settle, %(actor)s,
     r.stamps,
     CASE WHEN r.later THEN r.eta WHEN r.express THEN clock_timestamp()
@@ -93,9 +97,11 @@ RETURNING j.id, j.seq, j.publishes > 0 AS publish, coalesce(j.express, false) AS
 # The same statement over one row and over arrays. What it returns is accepted; who holds the id or the key of the
 # others, HOLDERS says, and which limit refused them, QUEUED.
 _ONE: Final = "(SELECT " + ", ".join(f"%({name})s::{kind} AS {name}" for name, kind in ACCEPTED_COLUMNS.items()) + ")"
+# Arrays go over in the binary format: as text, psycopg quotes each member, which takes twenty times as long.
+_ARRAYS: Final = {"text": "%({})b::text[]", "bytea": "%({})b::bytea[]", "jsonb": "%({})b::text[]::jsonb[]"}
 _MANY: Final = (
     "SELECT * FROM unnest("
-    + ", ".join(f"%({name})s::{kind}[]" for name, kind in ACCEPTED_COLUMNS.items())
+    + ", ".join(_ARRAYS.get(kind, f"%({{}})s::{kind}[]").format(name) for name, kind in ACCEPTED_COLUMNS.items())
     + f")\n        WITH ORDINALITY AS a ({_COLUMNS}, n)"
 )
 # Places in the queues of limited tenants, for those who are new. In one order of tenants, or two batches could wait
@@ -183,7 +189,7 @@ RETURNING job_id, {async} AS a
 """
 )
 ACCEPT_RESERVED: Final = (
-    "WITH kept AS (DELETE FROM {s}.reservation r WHERE r.job_id = ANY (%(id)s) RETURNING r.job_id),\nasked AS ("
+    "WITH kept AS (DELETE FROM {s}.reservation r WHERE r.job_id = ANY (%(id)b::text[]) RETURNING r.job_id),\nasked AS ("
     + _MANY
     + "),"
     + _SHARED[:-1]
@@ -247,7 +253,7 @@ WITH RECURSIVE pair (tenant, queue) AS (
 UPDATE {s}.job j
    SET queue = {s}.express_of(j.queue), express = true, next_publish_at = clock_timestamp(), published_at = NULL,
        publishes = 0
-  FROM chosen WHERE j.id = chosen.id AND j.status = 'queued' AND NOT j.express
+  FROM chosen WHERE j.id = chosen.id AND j.status || '' = 'queued' AND NOT j.express
 RETURNING j.id, {async} AS a
 """
 # A worker consumes the express lanes of these queues.
@@ -260,7 +266,7 @@ ON CONFLICT (queue) DO UPDATE SET until = greatest(e.until, excluded.until) RETU
 WOKEN: Final = """
 SELECT j.id FROM {s}.job j
  WHERE j.waiting_for = ANY (%(scopes)s) AND j.woken_at > clock_timestamp() - interval '10 seconds'
-   AND j.status = 'queued' AND j.publishes = 0 LIMIT 100
+   AND j.status || '' = 'queued' AND j.publishes = 0 LIMIT 100
 """
 
 # All scopes of one call, together; a scope without limits is removed.
@@ -302,7 +308,7 @@ SELECT r.n::integer - 1 AS n, h.*
 # The first delivery did not happen, or another is asked for: let the sweeper try soon.
 PUBLISH_SOON: Final = """
 UPDATE {s}.job SET next_publish_at = greatest(clock_timestamp(), run_after), publishes = 0
- WHERE id = ANY (%(ids)s) AND (status = 'queued' OR next_publish_at IS NOT NULL) RETURNING id
+ WHERE id = ANY (%(ids)s) AND (status || '' = 'queued' OR next_publish_at IS NOT NULL) RETURNING id
 """
 
 # 2: a claim takes a new random token and a higher fence, only of a queued row, only on the database's clock; claim and
@@ -315,7 +321,7 @@ WITH c AS (
        SET status = 'running', fence = j.fence + 1, lease_token = %(token)s, lease_owner = %(owner)s,
            lease_until = clock_timestamp() + %(ttl)s::float8 * interval '1 second', attempts = j.attempts + 1,
            tried = 0, started_at = coalesce(j.started_at, clock_timestamp()), reason = NULL, actor = %(owner)s
-     WHERE j.id = %(id)s AND j.status = 'queued' AND j.generation = %(generation)s
+     WHERE j.id = %(id)s AND j.status || '' = 'queued' AND j.generation = %(generation)s
        AND set_config('safe_effects.limits', coalesce(%(limits)s, ''), true) IS NOT NULL  -- what take_slots() goes by
        AND j.args_digest = coalesce(%(digest)s, j.args_digest) AND j.task = coalesce(%(task)s, j.task)
        AND j.seq = coalesce(%(seq)s, j.seq) AND j.tenant = coalesce(%(tenant)s, j.tenant)
@@ -341,14 +347,14 @@ SELECT """
 
 _INTENT_COLUMNS: Final = """(key, job_id, step, ordinal, effect, status, keyed, repeatable, whole_body, fence, nonce,
         process, args, args_digest, deadline, lag, deadline_at, absent_from, idempotent_for, has_lookup, if_unknown,
-        detached, deadline_is_proof, trace, recorded_by)"""
+        detached, deadline_kills, deadline_is_proof, trace, recorded_by)"""
 _INTENT_VALUES: Final = """%(key)s, j.id, %(step)s, %(ordinal)s, %(effect)s, 'intent_recorded', %(keyed)s,
         %(repeatable)s, %(whole_body)s, j.fence, %(nonce)s::uuid, %(process)s, %(args)s::json, %(args_digest)s,
         %(deadline)s::float8 * interval '1 second', %(lag)s::float8 * interval '1 second',
         clock_timestamp() + %(deadline)s::float8 * interval '1 second',
         clock_timestamp() + (%(deadline)s::float8 + %(lag)s::float8) * interval '1 second',
         %(idempotent_for)s::float8 * interval '1 second', %(has_lookup)s, %(if_unknown)s, %(detached)s,
-        %(deadline_is_proof)s, %(trace)s, %(owner)s"""
+        %(deadline_kills)s, %(deadline_is_proof)s, %(trace)s, %(owner)s"""
 # 4: a new intent on an existing key only when it provably did not happen, or by the resend rule or declared policy.
 # A whole body that did not happen may begin anew with other arguments: the author's retry(args=...) gave them.
 _INTENT_AGAIN: Final = """ON CONFLICT (key) DO UPDATE
@@ -358,8 +364,9 @@ _INTENT_AGAIN: Final = """ON CONFLICT (key) DO UPDATE
            intent_at = clock_timestamp(), deadline = excluded.deadline, lag = excluded.lag,
            deadline_at = excluded.deadline_at, absent_from = excluded.absent_from, has_lookup = excluded.has_lookup,
            if_unknown = excluded.if_unknown, detached = excluded.detached,
-           deadline_is_proof = excluded.deadline_is_proof, trace = excluded.trace,
-           gone_at = NULL, absent_at = NULL, policy_at = NULL,
+           deadline_kills = excluded.deadline_kills, deadline_is_proof = excluded.deadline_is_proof,
+           trace = excluded.trace,
+           gone_at = NULL, absent_at = NULL, policy_at = NULL, in_doubt = o.status = 'unknown',
            error = NULL, resolved_at = NULL, resolved_by = NULL, next_reconcile_at = NULL, asking_until = NULL,
            actor = %(owner)s,
            reason = CASE WHEN o.status = 'not_happened' THEN 'not_happened'
@@ -466,7 +473,7 @@ _INTENT: Final = (
     """
 WITH j AS MATERIALIZED (
     SELECT j.id, j.fence, j.operations, j.max_operations{sync} FROM {s}.job j
-     WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
+     WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status || '' = 'running'
        AND j.lease_until > clock_timestamp() AND j.cancel_requested_at IS NULL
        AND coalesce(LEAST(j.expires_at, j.gives_up_at) > clock_timestamp(), true)
        FOR NO KEY UPDATE
@@ -493,30 +500,35 @@ INTENT_REPEATABLE: Final = _INTENT.replace("{sync}", ", {async} AS a")
 
 # 9: an outcome belongs to the call that holds the nonce; a fenced-out worker may still confirm its own operation. A
 # step that did not happen stands, in the order of calls, where that became known: what had begun before is no
-# consequence of it.
+# consequence of it. 6: of a call that was sent again, that it did not happen says nothing of the one before.
 _OUTCOME: Final = """
 WITH j AS MATERIALIZED (
-    SELECT j.id, (j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running') AS held{sync}
+    SELECT j.id, (j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running') AS held,
+           coalesce(j.pending_status, '') AS pending{sync}
       FROM {s}.job j WHERE j.id = %(job)s FOR NO KEY UPDATE
 ), o AS (
     UPDATE {s}.operation o
-       SET status = %(status)s, provider_ref = %(ref)s, result = %(result)s::json, error = %(error)s::json,
+       SET status = {said}, provider_ref = %(ref)s, result = %(result)s::json, error = %(error)s::json,
            evidence = coalesce(%(evidence)s::json, o.evidence),
-           resolved_at = CASE WHEN %(status)s <> 'unknown' THEN clock_timestamp() END,
-           resolved_by = CASE WHEN %(status)s <> 'unknown' THEN %(owner)s END,
+           resolved_at = CASE WHEN {said} <> 'unknown' THEN clock_timestamp() END,
+           resolved_by = CASE WHEN {said} <> 'unknown' THEN %(owner)s END,
            double_at = CASE WHEN %(status)s = 'outcome_confirmed' AND o.late_outcomes IS NOT NULL
                              AND (o.idempotent_for IS NULL OR o.late_outcomes::jsonb -> 0 ->> 'ref' <> %(ref)s)
                             THEN clock_timestamp() END,
-           next_reconcile_at = CASE WHEN %(status)s = 'unknown' THEN clock_timestamp() END,
+           next_reconcile_at = CASE WHEN {said} = 'unknown' THEN clock_timestamp() END,
            ordinal = greatest(o.ordinal, %(position)s), actor = %(owner)s, reason = %(reason)s
       FROM j
      WHERE o.key = %(key)s AND o.nonce = %(nonce)s
-       AND (o.status = 'intent_recorded' OR (o.status = 'unknown' AND %(status)s <> 'unknown')
+       AND (o.status = 'intent_recorded' OR (o.status = 'unknown' AND {said} <> 'unknown')
             OR (o.status = 'not_happened' AND %(status)s = 'outcome_confirmed'))
     RETURNING o.status, o.double_at IS NOT NULL AS doubled
 )
 SELECT j.held, o.status, o.doubled FROM j LEFT JOIN o ON true
-"""
+""".replace(
+    "{said}",
+    "CASE WHEN %(status)s = 'not_happened' AND o.in_doubt AND (NOT o.whole_body OR j.pending = 'failed')\n"
+    "            THEN 'unknown' ELSE %(status)s END",
+)
 OUTCOME: Final = _OUTCOME.replace("{sync}", "")
 OUTCOME_ASYNC: Final = _OUTCOME.replace("{sync}", ", {async} AS a")
 
@@ -583,7 +595,7 @@ UPDATE {s}.job j"""
                                   THEN clock_timestamp() + %(patience)s::float8 * interval '1 second'
                                   WHEN %(hold)s::float8 IS NOT NULL
                                   THEN clock_timestamp() + %(hold)s::float8 * interval '1 second' END
- WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
+ WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status || '' = 'running'
 RETURNING j.status, j.reason
 """
 )
@@ -602,7 +614,7 @@ UPDATE {s}.job j
        priority = coalesce(%(priority)s::smallint, j.priority),
        attempts = j.attempts - %(refund)s, settle = coalesce(%(settle)s, j.settle),
        generation = coalesce(%(generation)s, j.generation), task = coalesce(%(task)s, j.task)
- WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
+ WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status || '' = 'running'
 RETURNING j.attempts < j.max_attempts AS again
 """
 )
@@ -611,14 +623,15 @@ RETURNING j.attempts < j.max_attempts AS again
 # whatever it does instead; where that is another effect of the job, its intent says the same.
 WENT_ON: Final = """
 UPDATE {s}.job j SET passed = greatest(j.passed, %(ordinal)s)
- WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running' RETURNING j.passed
+ WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status || '' = 'running'
+RETURNING j.passed
 """
 
 # A retry asks for more runs than were accepted; limits and a given max_attempts go before it.
 MORE_ATTEMPTS: Final = """
 UPDATE {s}.job j
    SET max_attempts = CASE WHEN j.attempts_fixed THEN j.max_attempts ELSE greatest(j.max_attempts, %(wanted)s) END
- WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
+ WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status || '' = 'running'
 RETURNING j.max_attempts
 """
 
@@ -626,7 +639,7 @@ RETURNING j.max_attempts
 CHECKPOINT: Final = """
 UPDATE {s}.job j
    SET lease_until = greatest(j.lease_until, clock_timestamp() + %(ttl)s::float8 * interval '1 second')
- WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'
+ WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status || '' = 'running'
    AND j.lease_until > clock_timestamp()
 RETURNING j.cancel_requested_at IS NOT NULL AS cancelled,
           CASE WHEN j.expires_at <= clock_timestamp() THEN 'expired'
@@ -643,14 +656,14 @@ WITH l AS MATERIALIZED (
 ), mine AS MATERIALIZED (
     SELECT j.id, j.lease_token, j.cancel_requested_at IS NOT NULL AS cancelled, l.ttl
       FROM l JOIN {s}.job j ON j.id = l.id
-     WHERE j.lease_token = l.token AND l.fence IN (0, j.fence) AND j.status IN ('leased', 'running')
+     WHERE j.lease_token = l.token AND l.fence IN (0, j.fence) AND j.status || '' IN ('leased', 'running')
 ), free AS MATERIALIZED (
     SELECT j.id FROM {s}.job j JOIN mine ON j.id = mine.id ORDER BY j.id FOR NO KEY UPDATE OF j SKIP LOCKED
 ), renewed AS (
     UPDATE {s}.job j
        SET lease_until = clock_timestamp() + mine.ttl * interval '1 second'
       FROM mine JOIN free ON free.id = mine.id
-     WHERE j.id = mine.id AND j.lease_token = mine.lease_token AND j.status IN ('leased', 'running')
+     WHERE j.id = mine.id AND j.lease_token = mine.lease_token AND j.status || '' IN ('leased', 'running')
        AND j.lease_until > clock_timestamp() AND coalesce(j.gives_up_at > clock_timestamp(), true)
     RETURNING j.id, j.lease_token, j.cancel_requested_at IS NOT NULL AS cancelled
 )
@@ -696,7 +709,7 @@ WITH due AS (
 UPDATE {s}.job j"""
     + _GIVEN_UP_SET
     + """
-  FROM due WHERE j.id = due.id AND j.status IN ('leased', 'running') AND j.lease_until < clock_timestamp()
+  FROM due WHERE j.id = due.id AND j.status || '' IN ('leased', 'running') AND j.lease_until < clock_timestamp()
 RETURNING j.id, j.task, j.status, j.reason, j.fence
 """
 )
@@ -708,7 +721,7 @@ UPDATE {s}.job j"""
     + _GIVEN_UP_SET
     + """,
            attempts = j.attempts - CASE WHEN {s}.leaves_to(j, %(wish)s) = 'queued' THEN %(refund)s ELSE 0 END
- WHERE j.id = %(id)s AND j.status IN ('leased', 'running') AND starts_with(j.lease_owner, %(owner)s)
+ WHERE j.id = %(id)s AND j.status || '' IN ('leased', 'running') AND starts_with(j.lease_owner, %(owner)s)
 RETURNING j.id, j.task, j.status, j.reason, j.fence, j.slots
 """
 )
@@ -737,7 +750,7 @@ WITH due AS (
     SELECT j.id, j.tried + %(by)s AS tried, j.tried + %(by)s >= """
     + _TRIES
     + """ AS over FROM {s}.job j
-     WHERE j.id = %(id)s AND j.status = 'queued' AND j.generation = %(generation)s
+     WHERE j.id = %(id)s AND j.status || '' = 'queued' AND j.generation = %(generation)s
        AND NOT coalesce(starts_with(j.last_actor, %(owner)s), false)
        FOR NO KEY UPDATE
 )
@@ -761,7 +774,7 @@ RETURNING j.id, j.status, j.fence
 # Queued jobs past their expiry or their age.
 SWEEP_DYING: Final = """
 WITH due AS (
-    SELECT j.id FROM {s}.job j WHERE j.status = 'queued' AND LEAST(j.expires_at, j.gives_up_at) <= {now}
+    SELECT j.id FROM {s}.job j WHERE j.status || ':dies' = 'queued:dies' AND LEAST(j.expires_at, j.gives_up_at) <= {now}
        AND (%(id)s::text IS NULL OR j.id = %(id)s)
      ORDER BY LEAST(j.expires_at, j.gives_up_at) LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
 )
@@ -774,7 +787,7 @@ UPDATE {s}.job j
        error = CASE WHEN j.expires_at <= clock_timestamp() THEN j.error
                     ELSE json_build_object('text', 'the job is older than its max_age') END,
        actor = %(actor)s
- WHERE j.id = ANY (ARRAY(SELECT due.id FROM due)) AND j.status = 'queued'
+ WHERE j.id = ANY (ARRAY(SELECT due.id FROM due)) AND j.status || '' = 'queued'
    AND LEAST(j.expires_at, j.gives_up_at) <= clock_timestamp()
 RETURNING j.id, j.task, j.status, j.reason, j.fence
 """
@@ -808,7 +821,8 @@ RETURNING """
 # Where messages of jobs are out, as far as the rows know, and how many.
 REPUBLISH_LANES: Final = """
 SELECT coalesce(j.queue, '') AS queue, j.priority, count(*) AS jobs, clock_timestamp() AS at
-  FROM {s}.job j WHERE j.status = 'queued' AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
+  FROM {s}.job j
+ WHERE j.status || ':waits' = 'queued:waits' AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
  GROUP BY 1, 2 ORDER BY 1, 2
 """
 # All of them once more, in their order. What waits for its time, a key or a slot has no message out.
@@ -817,12 +831,12 @@ REPUBLISH: Final = (
 WITH due AS (
     SELECT j.id, j.published_at AS was FROM {s}.job j
      WHERE coalesce(j.queue, '') = %(queue)s AND j.priority = %(priority)s
-       AND j.status = 'queued' AND j.next_publish_at IS NULL
+       AND j.status || ':waits' = 'queued:waits' AND j.next_publish_at IS NULL
        AND j.published_at >= coalesce(%(since)s::timestamptz, '-infinity') AND j.published_at < %(at)s::timestamptz
      ORDER BY j.published_at LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE {s}.job j SET publishes = j.publishes + 1, published_at = clock_timestamp()
-  FROM due WHERE j.id = due.id AND j.status = 'queued' AND j.next_publish_at IS NULL
+  FROM due WHERE j.id = due.id AND j.status || '' = 'queued' AND j.next_publish_at IS NULL
 RETURNING due.was, """
     + _PUBLICATION
 )
@@ -831,11 +845,11 @@ RETURNING due.was, """
 LOOKS: Final = """
 WITH RECURSIVE q (queue) AS (
     (SELECT coalesce(j.queue, '') FROM {s}.job j
-      WHERE j.status = 'queued' AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
+      WHERE j.status || ':waits' = 'queued:waits' AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
       ORDER BY coalesce(j.queue, '') LIMIT 1)
     UNION ALL
     SELECT (SELECT coalesce(j.queue, '') FROM {s}.job j
-             WHERE j.status = 'queued' AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
+             WHERE j.status || ':waits' = 'queued:waits' AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
                AND coalesce(j.queue, '') > q.queue
              ORDER BY coalesce(j.queue, '') LIMIT 1)
       FROM q WHERE q.queue IS NOT NULL
@@ -855,7 +869,7 @@ LOOK: Final = """
 WITH waiting AS MATERIALIZED (
     SELECT w.priority, count(*) AS n FROM (
         SELECT j.priority FROM {s}.job j
-         WHERE coalesce(j.queue, '') = %(queue)s AND j.status = 'queued' AND j.next_publish_at IS NULL
+         WHERE coalesce(j.queue, '') = %(queue)s AND j.status || ':waits' = 'queued:waits' AND j.next_publish_at IS NULL
            AND j.published_at < %(at)s::timestamptz - interval '1 second'
          LIMIT %(most)s) w GROUP BY w.priority
 ), gone AS (
@@ -865,11 +879,11 @@ WITH waiting AS MATERIALIZED (
 ), seen AS (
     SELECT g.priority, coalesce((
         SELECT j.published_at FROM {s}.job j
-         WHERE coalesce(j.queue, '') = %(queue)s AND j.priority = g.priority AND j.status = 'queued'
+         WHERE coalesce(j.queue, '') = %(queue)s AND j.priority = g.priority AND j.status || ':waits' = 'queued:waits'
            AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
          ORDER BY j.published_at OFFSET g.n LIMIT 1), (
         SELECT j.published_at + interval '1 microsecond' FROM {s}.job j
-         WHERE coalesce(j.queue, '') = %(queue)s AND j.priority = g.priority AND j.status = 'queued'
+         WHERE coalesce(j.queue, '') = %(queue)s AND j.priority = g.priority AND j.status || ':waits' = 'queued:waits'
            AND j.next_publish_at IS NULL AND j.published_at IS NOT NULL
          ORDER BY j.published_at DESC LIMIT 1)) AS head
       FROM gone g WHERE g.n > 0
@@ -920,7 +934,7 @@ WITH held AS MATERIALIZED (
 ), lost AS (
     SELECT j.id FROM {s}.lane l
       JOIN {s}.job j ON coalesce(j.queue, '') = l.queue AND j.priority = l.priority AND j.published_at < l.passed
-     WHERE l.queue = %(queue)s AND j.status = 'queued' AND j.next_publish_at IS NULL
+     WHERE l.queue = %(queue)s AND j.status || ':waits' = 'queued:waits' AND j.next_publish_at IS NULL
        AND (j.published_at <= clock_timestamp() - interval '1 second'
                 * LEAST(3600, %(grace)s::float8 * 2 ^ LEAST(j.publishes - 1, 16))
             OR j.published_at < (SELECT w.at FROM worker w))
@@ -929,7 +943,7 @@ WITH held AS MATERIALIZED (
 ), stuck AS (
     SELECT j.id FROM {s}.job j
      WHERE j.id IN (SELECT unnest(h.stuck) FROM {s}.held h WHERE h.until > clock_timestamp())
-       AND coalesce(j.queue, '') = %(queue)s AND j.status = 'queued' AND j.next_publish_at IS NULL
+       AND coalesce(j.queue, '') = %(queue)s AND j.status || '' = 'queued' AND j.next_publish_at IS NULL
        AND coalesce(%(depth)s::bigint, 0) = 0
        AND j.published_at <= clock_timestamp() - interval '1 second' * (%(waited)s::float8
                + LEAST(3600, %(republish)s::float8 * (2 ^ LEAST(j.publishes - 1, 16) - 1)))
@@ -942,7 +956,7 @@ WITH held AS MATERIALIZED (
     SELECT j.id FROM {s}.job j
      WHERE %(depth)s::bigint IS NULL AND coalesce(j.queue, '') = %(queue)s
        AND j.priority IN (SELECT r.priority FROM resting r)
-       AND j.status = 'queued' AND j.next_publish_at IS NULL
+       AND j.status || ':waits' = 'queued:waits' AND j.next_publish_at IS NULL
        AND j.published_at <= clock_timestamp() - interval '1 second'
                * LEAST(3600, %(republish)s::float8 * 2 ^ LEAST(j.publishes - 1, 16))
        AND j.id NOT IN (SELECT h.id FROM held h)
@@ -951,7 +965,7 @@ WITH held AS MATERIALIZED (
     SELECT o.id, r.priority FROM resting r CROSS JOIN LATERAL (
         SELECT j.id FROM {s}.job j
          WHERE coalesce(j.queue, '') = %(queue)s AND j.priority = r.priority
-           AND j.status = 'queued' AND j.next_publish_at IS NULL
+           AND j.status || ':waits' = 'queued:waits' AND j.next_publish_at IS NULL
            AND j.published_at <= clock_timestamp() - %(republish)s::float8 * interval '1 second'
            AND j.id NOT IN (SELECT h.id FROM held h)
          ORDER BY j.published_at LIMIT 1 FOR NO KEY UPDATE OF j SKIP LOCKED) o
@@ -967,7 +981,7 @@ WITH held AS MATERIALIZED (
         UNION ALL SELECT id, 'unasked' FROM unasked UNION ALL SELECT id, 'probe' FROM probe) x GROUP BY x.id
 )
 UPDATE {s}.job j SET publishes = j.publishes + 1, published_at = clock_timestamp()
-  FROM due WHERE j.id = due.id AND j.status = 'queued' AND j.next_publish_at IS NULL
+  FROM due WHERE j.id = due.id AND j.status || '' = 'queued' AND j.next_publish_at IS NULL
 RETURNING due.why, """
     + _PUBLICATION
 )
@@ -988,7 +1002,7 @@ RETURNING h.worker, {async} AS a
 RECONCILE_DUE: Final = (
     """
 WITH due AS (
-    SELECT o.key FROM {s}.operation o WHERE o.status = 'unknown'
+    SELECT o.key FROM {s}.operation o WHERE o.status || ':due' = 'unknown:due'
        AND o.next_reconcile_at <= CASE WHEN %(keys)s::text[] IS NULL THEN {now} ELSE 'infinity' END
        AND CASE WHEN %(keys)s::text[] IS NULL THEN coalesce(o.asking_until <= clock_timestamp(), true)
                 ELSE o.key = ANY (%(keys)s) END
@@ -1010,7 +1024,7 @@ RETURNING """
 """
 )
 
-# 14: a verdict belongs to one attempt, and absence counts only if asked late enough and the sender is gone.
+# 14: a verdict belongs to one attempt, and absence counts only if asked late enough, of a sender that was gone by then.
 VERDICT: Final = """
 WITH j AS MATERIALIZED (SELECT j.id FROM {s}.job j WHERE j.id = %(job)s FOR NO KEY UPDATE),
 o AS (
@@ -1020,10 +1034,10 @@ o AS (
            resolved_at = clock_timestamp(), resolved_by = %(actor)s, actor = %(actor)s, reason = %(reason)s,
            next_reconcile_at = NULL
       FROM j
-     WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.fence = %(fence)s AND o.status = 'unknown'
+     WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.fence = %(fence)s AND o.status || '' = 'unknown'
        AND (%(status)s <> 'not_happened' OR %(trusted)s
             OR (%(asked_at)s::timestamptz >= o.absent_from AND NOT o.detached
-                AND (o.gone_at IS NOT NULL
+                AND (o.gone_at <= %(asked_at)s::timestamptz
                      OR (o.deadline_is_proof AND %(asked_at)s::timestamptz >= o.deadline_at))))
     RETURNING o.key, o.job_id
 )
@@ -1033,14 +1047,14 @@ SELECT o.key, o.job_id, j.status, j.task FROM o JOIN {s}.job j ON j.id = o.job_i
 # The lookup found nothing, late enough: with a key that the provider still retains, it may be sent again.
 ABSENT: Final = """
 UPDATE {s}.operation o SET absent_at = %(asked_at)s::timestamptz, evidence = coalesce(%(evidence)s::json, o.evidence)
- WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.fence = %(fence)s AND o.status = 'unknown'
+ WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.fence = %(fence)s AND o.status || '' = 'unknown'
    AND %(asked_at)s::timestamptz >= o.absent_from
 RETURNING o.key
 """
 # The author's declared policy applies from now on, since nothing else answers.
 POLICY: Final = """
 UPDATE {s}.operation o SET policy_at = clock_timestamp()
- WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.fence = %(fence)s AND o.status = 'unknown'
+ WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.fence = %(fence)s AND o.status || '' = 'unknown'
    AND o.if_unknown = 'send_again' AND clock_timestamp() >= o.absent_from
 RETURNING o.key
 """
@@ -1049,13 +1063,13 @@ UPDATE {s}.operation o
    SET asking_until = NULL, next_reconcile_at = greatest(clock_timestamp() + interval '50 milliseconds',
            LEAST(%(at)s::timestamptz, clock_timestamp() + %(after)s::float8 * interval '1 second')),
        evidence = coalesce(%(evidence)s::json, o.evidence)
- WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.status = 'unknown' RETURNING o.key
+ WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.status || '' = 'unknown' RETURNING o.key
 """
 
 # 4: back to work only if every open question of the job may be sent again; the trigger asks the same once more.
 RESUME: Final = """
 UPDATE {s}.job j SET status = 'queued', reason = %(reason)s, run_after = NULL, actor = %(actor)s
- WHERE j.id = %(id)s AND j.status = 'unknown' AND NOT j.held AND j.pending_status IS NULL AND j.open_ops = 0
+ WHERE j.id = %(id)s AND j.status || '' = 'unknown' AND NOT j.held AND j.pending_status IS NULL AND j.open_ops = 0
    AND (j.attempts < j.max_attempts OR NOT EXISTS (
         SELECT FROM {s}.operation o WHERE o.job_id = j.id AND o.status = 'unknown' AND NOT {s}.retained(o)))
    AND j.cancel_requested_at IS NULL
@@ -1068,10 +1082,12 @@ SENDERS_HERE: Final = """
 SELECT DISTINCT o.process FROM {s}.operation o
  WHERE o.status = 'unknown' AND o.gone_at IS NULL AND NOT o.detached AND starts_with(o.process, %(here)s)
 """
+# Where no timer ends a call, its sender may have outlived the deadline, and sent the request in its last moment.
 GONE: Final = """
 UPDATE {s}.operation o
    SET gone_at = clock_timestamp(), next_reconcile_at = clock_timestamp(),
-       absent_from = coalesce(o.absent_from, clock_timestamp() + %(in_flight)s::float8 * interval '1 second' + o.lag)
+       absent_from = CASE WHEN o.deadline_kills OR o.deadline_at > clock_timestamp() THEN o.absent_from
+           ELSE clock_timestamp() + coalesce(o.deadline, %(in_flight)s::float8 * interval '1 second') + o.lag END
  WHERE o.process = ANY (%(processes)s) AND o.status = 'unknown' AND o.gone_at IS NULL AND NOT o.detached
 RETURNING o.key
 """
@@ -1134,7 +1150,7 @@ UPDATE {s}.job j
        cancel_reason = NULL, run_after = NULL, expires_at = NULL, error = NULL,
        new_keys = CASE WHEN %(new_keys)s::jsonb IS NULL THEN j.new_keys
                        ELSE coalesce(j.new_keys, '{}') || %(new_keys)s::jsonb END,
-       gives_up_at = clock_timestamp() + (j.gives_up_at - j.created_at), actor = %(actor)s
+       gives_up_at = clock_timestamp() + j.max_age, actor = %(actor)s
  WHERE j.id = %(id)s AND (j.status IN ('failed', 'cancelled')
        OR (j.status = 'unknown' AND j.open_ops = 0 AND j.unknown_ops = 0))
 RETURNING j.id, j.status
@@ -1145,7 +1161,7 @@ RETURNING j.id, j.status
 POST: Final = """
 INSERT INTO {s}.outbox (id, task, envelope, next_publish_at)
 SELECT m.id, m.task, m.envelope, clock_timestamp() + %(due)s::float8 * interval '1 second'
-  FROM unnest(%(ids)s::text[], %(tasks)s::text[], %(envelopes)s::bytea[]) AS m (id, task, envelope)
+  FROM unnest(%(ids)s::text[], %(tasks)s::text[], %(envelopes)b::bytea[]) AS m (id, task, envelope)
 ON CONFLICT DO NOTHING RETURNING id
 """
 POSTED: Final = "DELETE FROM {s}.outbox WHERE id = ANY (%(ids)s) RETURNING id, {async} AS a"
@@ -1257,6 +1273,15 @@ WITH due AS (
 )
 INSERT INTO {s}.tombstone (id, tenant, idempotency_key, task, args_digest, status) SELECT * FROM jobs
 ON CONFLICT DO NOTHING RETURNING id, {async} AS a
+"""
+# How many of them there are, counted no further than a bar needs.
+PRUNE_LEFT: Final = """
+SELECT count(*) AS jobs
+  FROM (VALUES ('succeeded', %(succeeded)s::float8), ('failed', %(failed)s), ('cancelled', %(cancelled)s))
+       AS r (status, kept)
+ CROSS JOIN LATERAL (
+    SELECT FROM {s}.job j WHERE j.status = r.status AND j.finished_at < {now} - interval '1 second' * r.kept
+     LIMIT %(most)s) due
 """
 PRUNE_LOG: Final = "SELECT {s}.prune_log(%(ids)s::text[]) AS pruned, {async} AS a"
 PRUNE_TOMBSTONES: Final = """
@@ -1371,27 +1396,82 @@ SELECT t.id, t.at, t.job_id, t.operation_key, t.from_status, t.to_status, t.fenc
  WHERE t.job_id = ANY (%(ids)s) AND t.id > %(after)s AND t.actor = %(actor)s ORDER BY t.id
 """
 
-# The views are the stable contract; operators and the command line read nothing else.
-VIEW_JOBS: Final = """
-SELECT id, task, status, reason, tenant, pool, queue, idempotency_key, parent_id, attempts, fence, lease_owner,
-       lease_until, cancel_requested_at, eta, expires_at, outcome_ref, result, last_error, created_at, started_at,
-       finished_at, settled_at
-  FROM {s}.jobs
- WHERE (%(id)s::text IS NULL OR id = %(id)s) AND (%(status)s::text IS NULL OR status = %(status)s)
-   AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s) AND (%(task)s::text IS NULL OR task = %(task)s)
- ORDER BY created_at DESC LIMIT %(limit)s
+# The views are the stable contract; operators and the command line read nothing else. Lists walk an index, of each
+# status the newest jobs or the oldest operations first, and all but unknown ones only so far: `looked`.
+_JOB_COLUMNS: Final = """
+SELECT v.id, v.task, v.status, v.reason, v.tenant, v.pool, v.queue, v.idempotency_key, v.parent_id, v.attempts, v.fence,
+       v.lease_owner, v.lease_until, v.cancel_requested_at, v.eta, v.expires_at, v.outcome_ref, v.result, v.last_error,
+       v.created_at, v.started_at, v.finished_at, v.settled_at
+  FROM {s}.jobs v"""
+VIEW_JOB: Final = _JOB_COLUMNS + " WHERE v.id = %(id)s"
+# Besides: a tenant's few queued jobs behind the many of others, and parked jobs, of which none is passed over.
+VIEW_JOBS: Final = (
+    _JOB_COLUMNS
+    + """ JOIN (
+    SELECT f.id, f.seq FROM unnest(%(statuses)s::text[]) AS s (status) CROSS JOIN LATERAL (
+        SELECT n.id, n.seq FROM (
+            SELECT j.id, j.seq, j.tenant, j.task FROM {s}.job j WHERE j.status COLLATE "C" = s.status
+             ORDER BY j.seq DESC LIMIT %(looked)s) n
+         WHERE (%(tenant)s::text IS NULL OR n.tenant = %(tenant)s) AND (%(task)s::text IS NULL OR n.task = %(task)s)
+         ORDER BY n.seq DESC LIMIT %(limit)s) f
+    UNION
+    (SELECT q.id, q.seq FROM (
+        SELECT j.id, j.seq, j.task FROM {s}.job j
+         WHERE j.status = 'queued' AND j.tenant = %(tenant)s AND 'queued' = ANY (%(statuses)s::text[])
+         ORDER BY j.queue, j.seq LIMIT %(looked)s) q
+      WHERE %(task)s::text IS NULL OR q.task = %(task)s ORDER BY q.seq DESC LIMIT %(limit)s)
+    UNION
+    (SELECT j.id, j.seq FROM {s}.job j
+      WHERE j.status COLLATE "C" = 'unknown' AND 'unknown' = ANY (%(statuses)s::text[])
+        AND (%(tenant)s::text IS NULL OR j.tenant = %(tenant)s) AND (%(task)s::text IS NULL OR j.task = %(task)s)
+      ORDER BY j.seq DESC LIMIT %(limit)s)
+    ORDER BY seq DESC LIMIT %(limit)s) l ON l.id = v.id
+ ORDER BY l.seq DESC
 """
-VIEW_OPERATIONS: Final = """
-SELECT key, job_id, step, effect, status, attempt, fence, args, provider_ref, result, error, first_intent_at,
-       intent_at, deadline_at, resolved_at, resolved_by, evidence, reconcile_attempts, next_reconcile_at
-  FROM {s}.operations
- WHERE (%(key)s::text IS NULL OR key = %(key)s) AND (%(job)s::text IS NULL OR job_id = %(job)s)
-   AND (%(status)s::text IS NULL OR status = %(status)s) AND (%(effect)s::text IS NULL OR effect = %(effect)s)
-   AND (%(older)s::float8 IS NULL OR intent_at < clock_timestamp() - %(older)s::float8 * interval '1 second')
+)
+# Whether there is a finished job further back than a list has looked.
+VIEW_JOBS_BEYOND: Final = """
+SELECT EXISTS (SELECT FROM unnest(%(statuses)s::text[]) AS s (status) CROSS JOIN LATERAL (
+    SELECT FROM {s}.job j WHERE j.status COLLATE "C" = s.status AND s.status <> 'unknown'
+     ORDER BY j.seq DESC OFFSET %(looked)s LIMIT 1) b) AS beyond
+"""
+_OPERATION_COLUMNS: Final = """
+SELECT o.key, o.job_id, o.step, o.effect, o.status, o.attempt, o.fence, o.args, o.provider_ref, o.result, o.error,
+       o.first_intent_at, o.intent_at, o.deadline_at, o.resolved_at, o.resolved_by, o.evidence, o.reconcile_attempts,
+       o.next_reconcile_at
+  FROM {s}.operations o"""
+_OPERATION_IS: Final = """(%(effect)s::text IS NULL OR o.effect = %(effect)s)
+   AND (%(older)s::float8 IS NULL OR o.intent_at < clock_timestamp() - %(older)s::float8 * interval '1 second')
    AND (%(tenant)s::text IS NULL
-        OR EXISTS (SELECT FROM {s}.job j WHERE j.id = operations.job_id AND j.tenant = %(tenant)s))
- ORDER BY first_intent_at LIMIT %(limit)s
+        OR EXISTS (SELECT FROM {s}.job j WHERE j.id = o.job_id AND j.tenant = %(tenant)s))"""
+VIEW_OPERATION: Final = _OPERATION_COLUMNS + " WHERE o.key = %(key)s"
+VIEW_OPERATIONS_OF_JOB: Final = (
+    _OPERATION_COLUMNS
+    + " WHERE o.job_id = %(job)s AND o.status = ANY (%(statuses)s::text[]) AND "
+    + _OPERATION_IS
+    + " ORDER BY o.first_intent_at LIMIT %(limit)s"
+)
+VIEW_OPERATIONS: Final = (
+    _OPERATION_COLUMNS
+    + """ JOIN (
+    SELECT f.key, f.first_intent_at FROM unnest(%(statuses)s::text[]) AS s (status) CROSS JOIN LATERAL (
+        SELECT o.key, o.first_intent_at FROM (
+            SELECT o.key, o.job_id, o.effect, o.intent_at, o.first_intent_at FROM {s}.operation o
+             WHERE o.status COLLATE "C" = s.status ORDER BY o.first_intent_at LIMIT %(looked)s) o
+         WHERE """
+    + _OPERATION_IS
+    + """
+         ORDER BY o.first_intent_at LIMIT %(limit)s) f
+    UNION
+    (SELECT o.key, o.first_intent_at FROM {s}.operation o
+      WHERE o.status COLLATE "C" = 'unknown' AND 'unknown' = ANY (%(statuses)s::text[]) AND """
+    + _OPERATION_IS
+    + """
+      ORDER BY o.first_intent_at LIMIT %(limit)s)
+    ORDER BY first_intent_at LIMIT %(limit)s) l ON l.key = o.key
+ ORDER BY l.first_intent_at
 """
+)
 # What workers own: as few rows as there are children, by the index job_live.
 VIEW_LIVE: Final = """
 SELECT v.id, v.task, v.status, v.tenant, v.lease_owner,
@@ -1407,25 +1487,50 @@ VIEW_TRANSITIONS: Final = """
 SELECT id, at, job_id, operation_key, from_status, to_status, fence, actor, reason FROM {s}.transitions
  WHERE job_id = %(id)s AND id > %(after)s ORDER BY id
 """
-# One look at everything, for `status`. A job that waits for its ETA is not late.
-# Counts end at `most`, each by an index of its own: a look at the system costs the same however much is finished.
-_SOME: Final = "SELECT '{name}' AS status, count(*) AS n FROM (SELECT FROM {s}.job j WHERE {where} LIMIT %(most)s) x"
+# One look at everything, for `status`. A job that waits for its time is not late.
+# Counts end at `most` and `ended`, each by an index of its own: a look costs the same however much is finished.
+_SOME: Final = "SELECT '{name}' AS status, count(*) AS n FROM (SELECT FROM {s}.job j WHERE {where} LIMIT %({most})s) x"
 _JOBS_BY_STATUS: Final = " UNION ALL ".join(
-    _SOME.replace("{name}", name).replace("{where}", f"j.status = '{name}'" + also)
-    for names, also in (
-        (("queued", "leased", "running", "unknown"), ""),
-        (("succeeded", "failed", "cancelled"), " AND j.finished_at IS NOT NULL"),
+    _SOME.replace("{name}", name).replace("{where}", where.replace("{name}", name)).replace("{most}", most)
+    for names, where, most in (
+        (("queued", "leased", "running", "unknown"), "j.status COLLATE \"C\" = '{name}'", "most"),
+        (("succeeded", "failed", "cancelled"), "j.status = '{name}' AND j.finished_at IS NOT NULL", "ended"),
     )
     for name in names
 )
 _OPERATIONS_BY_STATUS: Final = """
     SELECT 'intent_recorded' AS status, coalesce(sum(j.open_ops), 0) AS n
       FROM {s}.job j WHERE j.status IN ('leased', 'running')
+    UNION ALL """ + " UNION ALL ".join(
+    _SOME.replace("{s}.job j", "{s}.operation o")
+    .replace("{name}", name)
+    .replace("{where}", f"o.status COLLATE \"C\" = '{name}'")
+    .replace("{most}", "most" if name == "unknown" else "ended")
+    for name in ("outcome_confirmed", "refused", "not_happened", "unknown")
+)
+_READY: Final = "j.status >= 'queued' AND j.status <= 'queued'"
+_QUEUES: Final = """
+WITH RECURSIVE queue (name, n) AS (
+    (SELECT j.queue, 1 FROM {s}.job j WHERE {queued} AND j.queue IS NOT NULL ORDER BY j.queue LIMIT 1)
     UNION ALL
-    SELECT 'unknown', count(*) FROM (SELECT FROM {s}.operation o WHERE o.status = 'unknown' LIMIT %(most)s) x
-    UNION ALL
-    SELECT x.status, count(*) FROM (SELECT o.status FROM {s}.operation o LIMIT %(most)s) x
-     WHERE x.status NOT IN ('intent_recorded', 'unknown') GROUP BY x.status"""
+    SELECT (SELECT j.queue FROM {s}.job j WHERE {queued} AND j.queue > q.name ORDER BY j.queue LIMIT 1), q.n + 1
+      FROM queue q WHERE q.name IS NOT NULL{bound}
+)""".replace("{queued}", _READY)
+"""The queues that have queued jobs, one after the other by an index."""
+# Queue by queue, the one that could have started first. now(): a volatile time is no bound for an index.
+_OLDEST_READY: Final = (
+    _QUEUES.replace("{bound}", "")
+    + """
+        SELECT min(o.at) FROM (
+            SELECT (SELECT greatest(j.created_at, j.run_after) FROM {s}.job j
+                     WHERE {queued} AND j.queue = q.name AND greatest(j.created_at, j.run_after) <= now()
+                     ORDER BY greatest(j.created_at, j.run_after) LIMIT 1) AS at
+              FROM queue q WHERE q.name IS NOT NULL
+            UNION ALL
+            SELECT (SELECT greatest(j.created_at, j.run_after) FROM {s}.job j
+                     WHERE {queued} AND j.queue IS NULL AND greatest(j.created_at, j.run_after) <= now()
+                     ORDER BY greatest(j.created_at, j.run_after) LIMIT 1)) o""".replace("{queued}", _READY)
+)
 VIEW_OVERVIEW: Final = (
     """
 SELECT clock_timestamp() AS at, (SELECT max(version) FROM {s}.schema_version) AS schema_version,
@@ -1435,17 +1540,21 @@ SELECT clock_timestamp() AS at, (SELECT max(version) FROM {s}.schema_version) AS
        (SELECT json_object_agg(c.status, c.n) FROM ("""
     + _OPERATIONS_BY_STATUS
     + """) c WHERE c.n > 0) AS operations,
-       (SELECT min(greatest(created_at, eta)) FROM {s}.jobs
-         WHERE status = 'queued' AND coalesce(eta <= clock_timestamp(), true)) AS oldest_queued_at,
-       (SELECT min(t.at) FROM {s}.jobs j CROSS JOIN LATERAL (
-            SELECT t.at FROM {s}.transitions t
+       ("""
+    + _OLDEST_READY
+    + """) AS oldest_queued_at,
+       (SELECT min(t.at) FROM (SELECT p.id FROM {s}.job p WHERE p.status COLLATE "C" = 'unknown' ORDER BY p.seq
+                             LIMIT LEAST(1000, %(most)s)) j
+         CROSS JOIN LATERAL (
+            SELECT t.at FROM {s}.transition t
              WHERE t.job_id = j.id AND t.operation_key IS NULL AND t.to_status = 'unknown' ORDER BY t.id DESC LIMIT 1) t
-         WHERE j.status = 'unknown') AS oldest_unknown_at,
+       ) AS oldest_unknown_at,
        sweep.last_started_at AS sweep_started_at, sweep.last_finished_at AS sweep_finished_at,
        sweep.last_by AS sweep_by, sweep.runs AS sweep_runs,
        reconcile.last_started_at AS reconcile_started_at, reconcile.last_finished_at AS reconcile_finished_at,
        reconcile.last_by AS reconcile_by, reconcile.runs AS reconcile_runs,
-       (SELECT count(*) FROM {s}.operation WHERE double_at IS NOT NULL) AS double_effects,
+       (SELECT count(*) FROM (SELECT FROM {s}.operation o WHERE o.double_at IS NOT NULL LIMIT %(most)s) d)
+           AS double_effects,
        ARRAY(SELECT key FROM {s}.operation WHERE double_at IS NOT NULL ORDER BY double_at DESC LIMIT 10)
            AS double_effect_keys
   FROM (SELECT) one
@@ -1461,17 +1570,10 @@ SELECT clock_timestamp() AS at, (SELECT max(version) FROM {s}.schema_version) AS
 METRICS_BEGIN: Final = """
 SELECT set_config('plan_cache_mode', 'force_custom_plan', true) AS plans, set_config('jit', 'off', true) AS jit
 """
-_READY: Final = "j.status >= 'queued' AND j.status <= 'queued'"
-"""The condition of the index job_ready, and of no other."""
 # The queues, and of each the oldest jobs that could have started. now(): a volatile time is no bound for an index.
-METRICS_QUEUES: Final = """
-WITH RECURSIVE queue (name, n) AS (
-    (SELECT j.queue, 1 FROM {s}.job j WHERE {queued} AND j.queue IS NOT NULL ORDER BY j.queue LIMIT 1)
-    UNION ALL
-    SELECT (SELECT j.queue FROM {s}.job j WHERE {queued} AND j.queue > q.name ORDER BY j.queue LIMIT 1),
-           q.n + 1
-      FROM queue q WHERE q.name IS NOT NULL AND q.n < %(queues)s
-),
+METRICS_QUEUES: Final = (
+    _QUEUES.replace("{bound}", " AND q.n < %(queues)s")
+    + """,
 oldest AS (
     SELECT q.name AS queue, o.* FROM queue q LEFT JOIN LATERAL (
         SELECT j.tenant, greatest(j.created_at, j.run_after) AS ready_at,
@@ -1492,7 +1594,8 @@ SELECT o.queue, o.tenant, extract(epoch FROM now() - min(o.ready_at))::float8 AS
        count(*) FILTER (WHERE o.never_started AND o.ready_at < now() - %(patience)s::float8 * interval '1 second')
            AS never_started
   FROM oldest o GROUP BY o.queue, o.tenant
-""".replace("{queued}", _READY)
+"""
+).replace("{queued}", _READY)
 METRICS_DEPTHS: Final = """
 SELECT q.name, (SELECT count(*) FROM (
            SELECT FROM {s}.job j WHERE j.status = 'queued' AND j.queue = q.name LIMIT %(most)s) c) AS jobs
@@ -1526,7 +1629,8 @@ SELECT u.effect, count(*) AS operations, extract(epoch FROM now() - min(u.intent
 """
 METRICS_PARKED: Final = """
 SELECT {s}.reason_class(p.reason, NULL) AS reason, count(*) AS jobs
-  FROM (SELECT j.reason FROM {s}.job j WHERE j.status = 'unknown' ORDER BY j.seq LIMIT %(most)s) p GROUP BY 1
+  FROM (SELECT j.reason FROM {s}.job j
+         WHERE j.status COLLATE "C" = 'unknown' ORDER BY j.seq LIMIT %(most)s) p GROUP BY 1
 """
 METRICS_WAITING: Final = """
 SELECT {s}.reason_class(w.reason, NULL) AS reason, count(*) AS jobs
@@ -1553,7 +1657,7 @@ SELECT ("""
     + """) AS accepted,
        (SELECT count(*) FROM (SELECT FROM {s}.operation o WHERE o.double_at IS NOT NULL LIMIT %(most)s) d) AS doubled,
        (SELECT extract(epoch FROM now() - o.next_reconcile_at)::float8 FROM {s}.operation o
-         WHERE o.status = 'unknown' ORDER BY o.next_reconcile_at LIMIT 1) AS reconcile_lag,
+         WHERE o.status || ':due' = 'unknown:due' ORDER BY o.next_reconcile_at LIMIT 1) AS reconcile_lag,
        (SELECT extract(epoch FROM now() - j.next_publish_at)::float8 FROM {s}.job j
          WHERE j.next_publish_at IS NOT NULL ORDER BY j.next_publish_at LIMIT 1) AS publish_lag
 """
@@ -1593,12 +1697,12 @@ SELECT a.n::integer - 1 AS n
 # How the jobs stand, counted no further than needed.
 DOCTOR_STATE: Final = """
 SELECT clock_timestamp() AS at,
-       (SELECT count(*) FROM (SELECT FROM {s}.job j WHERE j.status = 'queued' LIMIT %(most)s) q) AS queued,
+       (SELECT count(*) FROM (SELECT FROM {s}.job j WHERE j.status COLLATE "C" = 'queued' LIMIT %(most)s) q) AS queued,
        (SELECT count(*) FROM (SELECT FROM {s}.job j
           WHERE j.status IN ('leased', 'running') LIMIT %(most)s) l) AS running,
        (SELECT count(*) FROM (SELECT FROM {s}.operation o WHERE o.status = 'unknown' LIMIT %(most)s) u) AS unknown,
        (SELECT extract(epoch FROM now() - p.created_at)::float8 FROM {s}.job p
-         WHERE p.status = 'unknown' ORDER BY p.seq LIMIT 1) AS oldest_parked,
+         WHERE p.status COLLATE "C" = 'unknown' ORDER BY p.seq LIMIT 1) AS oldest_parked,
        (SELECT count(*) FROM (SELECT FROM {s}.operation o WHERE o.double_at IS NOT NULL LIMIT %(most)s) d) AS doubled,
        ARRAY(SELECT o.key FROM {s}.operation o WHERE o.double_at IS NOT NULL
               ORDER BY o.double_at DESC LIMIT 10) AS doubled_keys,

@@ -31,6 +31,13 @@ _FAKETIME = (
     "/usr/local/lib/faketime/libfaketimeMT.so.1",
 )
 
+# libfaketime (0.9.10) answers the absolute sleeps of Python 3.11 and later with EINVAL.
+_UNDER_FAKETIME = """
+import runpy, select, time
+time.sleep = lambda seconds: select.select([], [], [], seconds) and None
+runpy.run_module("celery", run_name="__main__", alter_sys=True)
+"""
+
 
 class FaketimeNotFound(RuntimeError):
     """libfaketime is not installed; the message names what to install."""
@@ -192,11 +199,12 @@ class CeleryProcess:
             **self._env,
             **self._clock(),
         }
+        start = ["-m", "celery"] if self._clock_offset is None else ["-c", _UNDER_FAKETIME]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "celery", "-A", self.app, *self._arguments],
+                [sys.executable, *start, "-A", self.app, *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -13,6 +13,7 @@ from tornado import template
 from tornado.ioloop import IOLoop
 from tornado.web import HTTPError, MissingArgumentError, RequestHandler, url
 
+from ... import words
 from ...errors import NotAllowed, NotFound, SafeEffectsError
 from ...values import Happened, NotHappened, Refused
 from . import looks
@@ -135,7 +136,7 @@ def pages(base: type[Any]) -> list[Any]:
             return {
                 "at": at,
                 "ago": looks.ago,
-                "moment": looks.moment,
+                "moment": words.moment,
                 "clock": looks.clock,
                 "shown": _shown,
             }

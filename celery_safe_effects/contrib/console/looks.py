@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
 from ...doctor import health
-from ...engine.metrics import COUNTED, PREFIX
+from ...engine.metrics import PREFIX, counted_to
 from ...states import TERMINAL, JobStatus, OperationStatus
 from ...words import age, since
 
@@ -108,6 +108,8 @@ def pressure(safe: SafeEffects) -> Pressure:
     parked = [job for job in safe.jobs(status=JobStatus.UNKNOWN, limit=LISTED) if job.id not in asked]
     if len(unknown) > LISTED:
         parked = []  # they may have questions of which none is listed
+    # Not safe.limits(): a page counts no further than a scrape does.
+    in_use = {(s.labels["scope"], s.labels["limit"]): s.value for s in metrics["limit_in_use"].samples}
     oldest = _oldest(metrics["queue_oldest_age_seconds"])
     queues = [
         (sample.labels["queue"], int(sample.value), age(oldest.get(sample.labels["queue"])))
@@ -119,14 +121,9 @@ def pressure(safe: SafeEffects) -> Pressure:
         _tiles(found),
         queues[:LISTED],
         [
-            (
-                one.scope,
-                one.limit,
-                f"{one.value:g}",
-                "" if one.current is None else str(one.current),
-                one.current is not None and one.current >= one.value,
-            )
-            for one in safe.limits()
+            (scope, limit, f"{value:g}", "" if now is None else f"{now:g}", now is not None and now >= value)
+            for scope, limit, value, _ in safe.admission.in_force()
+            for now in (in_use.get((scope, limit)),)
         ],
         unknown[:LISTED],
         parked,
@@ -147,8 +144,8 @@ def _tiles(found: Mapping[str, Any]) -> list[Tile]:
     jobs = found["jobs"]
 
     def counted(name: str) -> str:
-        number = jobs.get(name, 0)
-        return f"{number:,}" if number <= COUNTED else f"{COUNTED:,}+"
+        number, most = jobs.get(name, 0), counted_to(name)
+        return f"{number:,}" if number <= most else f"{most:,}+"
 
     queued, unknown = since(found, "oldest_queued_at"), since(found, "oldest_unknown_at")
     swept, asked = since(found, "sweep_finished_at"), since(found, "reconcile_finished_at")
@@ -202,11 +199,6 @@ def story(safe: SafeEffects, job_id: str) -> Story:
 def ago(at: datetime | None) -> str:
     """How long ago a time was, in words; ``-`` for none."""
     return "-" if at is None else age((datetime.now(timezone.utc) - at).total_seconds())
-
-
-def moment(at: datetime | None) -> str:
-    """A time in UTC, to the second; empty for none."""
-    return "" if at is None else f"{at.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def clock(at: datetime) -> str:

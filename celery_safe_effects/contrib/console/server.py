@@ -16,6 +16,7 @@ from tornado.netutil import bind_sockets
 from tornado.web import Application, HTTPError, RedirectHandler, RequestHandler, url
 
 from ...errors import ConfigurationError
+from ...words import address
 from .handlers import POLICY, STYLE, TEMPLATES, Place, loader, pages
 
 if TYPE_CHECKING:
@@ -168,8 +169,7 @@ def serve(safe: SafeEffects, *, host: str, port: int, token: str | None, ready: 
             loop.add_signal_handler(number, over.set)
         server = HTTPServer(made)
         server.add_sockets(sockets)
-        shown = f"[{host}]" if ":" in host else host
-        ready(f"http://{shown}:{sockets[0].getsockname()[1]}/safe-effects")
+        ready(f"{address(host, sockets[0].getsockname()[1])}/safe-effects")
         await over.wait()
         server.stop()
         await server.close_all_connections()
