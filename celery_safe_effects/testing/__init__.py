@@ -11,6 +11,7 @@ of it ends with the process that started it, also when that one is killed.
 
 from celery_safe_effects.testing._server import LocalServer, ServerFailed, ServerNotFound
 from celery_safe_effects.testing.broker import EmbeddedRedis, RabbitMQServer
+from celery_safe_effects.testing.crashing import Boundary, CrashProblem, CrashReport, CrashRun, crash_everywhere
 from celery_safe_effects.testing.postgres import EmbeddedPostgres
 from celery_safe_effects.testing.process import (
     BeatProcess,
@@ -21,19 +22,40 @@ from celery_safe_effects.testing.process import (
     find_faketime,
 )
 from celery_safe_effects.testing.proxy import TcpProxy
+from celery_safe_effects.testing.stubs import (
+    JOB_ID,
+    EffectCall,
+    NotReplayable,
+    SentMessage,
+    StubbedJob,
+    assert_replayable,
+    stub_effects,
+)
 
 __all__ = [
+    "JOB_ID",
     "BeatProcess",
+    "Boundary",
     "CeleryProcess",
+    "CrashProblem",
+    "CrashReport",
+    "CrashRun",
+    "EffectCall",
     "EmbeddedPostgres",
     "EmbeddedRedis",
     "FaketimeNotFound",
     "LocalServer",
+    "NotReplayable",
     "RabbitMQServer",
+    "SentMessage",
     "ServerFailed",
     "ServerNotFound",
+    "StubbedJob",
     "TcpProxy",
     "WorkerProcess",
+    "assert_replayable",
+    "crash_everywhere",
     "eventually",
     "find_faketime",
+    "stub_effects",
 ]
