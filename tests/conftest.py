@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 import pytest
+from celery import _state
 
 pytest.register_assert_rewrite("tests.support.checks", "tests.support.delivery")
 
@@ -19,6 +20,7 @@ pytest_plugins = [
     "tests.support.pytest_celery_local",
     "tests.support.shop",
     "tests.support.roles",
+    "tests.support.pgbouncer",
 ]
 
 
@@ -33,6 +35,13 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One order in every process: pytest-celery's parameters come out of sets, and xdist compares."""
     items.sort(key=lambda item: (str(item.path), item.location[1] or 0, item.name))
+
+
+def pytest_collection_finish() -> None:
+    """Tasks of modules that were imported meanwhile are not every app's: they would turn up in those of other tests."""
+    for finalizer in list(_state._on_app_finalizers):
+        if finalizer.__module__ == "celery.app.base":  # made by app.task(), whose own app knows it anyhow
+            _state._on_app_finalizers.discard(finalizer)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -65,7 +65,7 @@ MUTANTS = (
     Mutant(
         "claim: only of a queued row",
         STATEMENTS,
-        "WHERE j.id = %(id)s AND j.status = 'queued' AND j.generation = %(generation)s\n       AND set_config",
+        "WHERE j.id = %(id)s AND j.status || '' = 'queued' AND j.generation = %(generation)s\n       AND set_config",
         "WHERE j.id = %(id)s AND j.status IN ('queued', 'leased', 'running') AND j.generation = %(generation)s\n"
         "       AND set_config",
         (*JOBS, *GUARDS),
@@ -73,8 +73,8 @@ MUTANTS = (
     Mutant(
         "claim: generation",
         STATEMENTS,
-        "AND j.status = 'queued' AND j.generation = %(generation)s\n       AND set_config",
-        "AND j.status = 'queued'\n       AND set_config",
+        "AND j.status || '' = 'queued' AND j.generation = %(generation)s\n       AND set_config",
+        "AND j.status || '' = 'queued'\n       AND set_config",
         (EXACT, "tests/integration/test_replace.py"),
     ),
     Mutant(
@@ -133,18 +133,18 @@ MUTANTS = (
     Mutant(
         "intent: fence and token",
         STATEMENTS,
-        "WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'\n"
+        "WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status || '' = 'running'\n"
         "       AND j.lease_until > clock_timestamp() AND j.cancel_requested_at IS NULL\n",
-        "WHERE j.id = %(job)s AND j.status = 'running'\n"
+        "WHERE j.id = %(job)s AND j.status || '' = 'running'\n"
         "       AND j.lease_until > clock_timestamp() AND j.cancel_requested_at IS NULL\n",
         STALE,
     ),
     Mutant(
         "intent: token",
         STATEMENTS,
-        "WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'\n"
+        "WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status || '' = 'running'\n"
         "       AND j.lease_until > clock_timestamp() AND j.cancel_requested_at IS NULL\n",
-        "WHERE j.id = %(job)s AND j.fence = %(fence)s AND j.status = 'running'\n"
+        "WHERE j.id = %(job)s AND j.fence = %(fence)s AND j.status || '' = 'running'\n"
         "       AND j.lease_until > clock_timestamp() AND j.cancel_requested_at IS NULL\n",
         (*STALE, *JOBS),
     ),
@@ -194,16 +194,16 @@ MUTANTS = (
     Mutant(
         "end: fence and token",
         STATEMENTS,
-        " WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'\n"
+        " WHERE j.id = %(id)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status || '' = 'running'\n"
         "RETURNING j.status, j.reason\n",
-        " WHERE j.id = %(id)s AND j.status = 'running'\nRETURNING j.status, j.reason\n",
+        " WHERE j.id = %(id)s AND j.status || '' = 'running'\nRETURNING j.status, j.reason\n",
         STALE,
     ),
     Mutant(
         "renewal: token",
         STATEMENTS,
-        "     WHERE j.lease_token = l.token AND l.fence IN (0, j.fence) AND j.status IN ('leased', 'running')\n",
-        "     WHERE j.status IN ('leased', 'running')\n",
+        "     WHERE j.lease_token = l.token AND l.fence IN (0, j.fence) AND j.status || '' IN ('leased', 'running')\n",
+        "     WHERE j.status || '' IN ('leased', 'running')\n",
         STALE,
     ),
     Mutant(
@@ -223,9 +223,9 @@ MUTANTS = (
     Mutant(
         "checkpoint: fence and token",
         STATEMENTS,
-        " WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running'\n"
+        " WHERE j.id = %(job)s AND j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status || '' = 'running'\n"
         "   AND j.lease_until",
-        " WHERE j.id = %(job)s AND j.status = 'running'\n   AND j.lease_until",
+        " WHERE j.id = %(job)s AND j.status || '' = 'running'\n   AND j.lease_until",
         (*STALE, *JOBS),
     ),
     Mutant(
@@ -233,7 +233,7 @@ MUTANTS = (
         "engine/lease.py",
         "return not self.lost and clock() < self.renewed + self.ttl - self.margin",
         "return not self.lost",
-        (*JOBS, "tests/integration/test_deadline.py", "tests/faults/test_fault_16.py"),
+        ("tests/unit/test_lease.py",),
     ),
     # -- outcomes ------------------------------------------------------------------------------------------------------
     Mutant(
@@ -246,7 +246,7 @@ MUTANTS = (
     Mutant(
         "outcome: never overwrites",
         STATEMENTS,
-        "       AND (o.status = 'intent_recorded' OR (o.status = 'unknown' AND %(status)s <> 'unknown')\n"
+        "       AND (o.status = 'intent_recorded' OR (o.status = 'unknown' AND {said} <> 'unknown')\n"
         "            OR (o.status = 'not_happened' AND %(status)s = 'outcome_confirmed'))\n",
         "",
         (*JOBS, *GUARDS),
@@ -313,9 +313,9 @@ MUTANTS = (
     Mutant(
         "verdict: of the attempt that was asked about",
         STATEMENTS,
-        "     WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.fence = %(fence)s AND o.status = 'unknown'\n"
+        "     WHERE o.key = %(key)s AND o.attempt = %(attempt)s AND o.fence = %(fence)s AND o.status || '' = 'unknown'\n"
         "       AND (%(status)s <> 'not_happened'",
-        "     WHERE o.key = %(key)s AND o.status = 'unknown'\n       AND (%(status)s <> 'not_happened'",
+        "     WHERE o.key = %(key)s AND o.status || '' = 'unknown'\n       AND (%(status)s <> 'not_happened'",
         (*JOBS, *GUARDS, "tests/faults/test_failure_injection.py"),
     ),
     Mutant(
@@ -335,9 +335,23 @@ MUTANTS = (
     Mutant(
         "verdict: no absence while the sender may live",
         STATEMENTS,
-        "AND (o.gone_at IS NOT NULL\n                     OR (",
+        "AND (o.gone_at <= %(asked_at)s::timestamptz\n                     OR (",
         "AND (true\n                     OR (",
         (*JOBS, "tests/faults/test_fault_16.py"),
+    ),
+    Mutant(
+        "verdict: no absence that was asked before the sender was gone",
+        STATEMENTS,
+        "AND (o.gone_at <= %(asked_at)s::timestamptz\n                     OR (",
+        "AND (o.gone_at IS NOT NULL\n                     OR (",
+        JOBS,
+    ),
+    Mutant(
+        "outcome: what is sent again proves nothing of the call before",
+        STATEMENTS,
+        "in_doubt = o.status = 'unknown',",
+        "in_doubt = false,",
+        JOBS,
     ),
     Mutant(
         "resend: only while the key is retained",
@@ -367,6 +381,13 @@ MUTANTS = (
         " WHERE o.process = ANY (%(processes)s) AND o.status = 'unknown' AND o.gone_at IS NULL AND NOT o.detached\n",
         " WHERE o.status = 'unknown' AND o.gone_at IS NULL AND NOT o.detached\n",
         (*JOBS, "tests/integration/test_processes.py", "tests/faults/test_fault_16.py"),
+    ),
+    Mutant(
+        "gone: who may have outlived its deadline may have sent until then",
+        STATEMENTS,
+        "           ELSE clock_timestamp() + coalesce(o.deadline, %(in_flight)s::float8 * interval '1 second') + o.lag END\n",
+        "           ELSE coalesce(o.absent_from, clock_timestamp() + %(in_flight)s::float8 * interval '1 second' + o.lag) END\n",
+        (*GUARDS, "tests/machine"),
     ),
     Mutant(
         "cancel: at the next checkpoint or effect, not in a running job",
@@ -511,7 +532,7 @@ MUTANTS = (
     Mutant(
         "limit: a woken job has its slot",
         SCHEMA,
-        "              AND j.status = 'queued' AND j.seq < for_seq LIMIT most) woken;\n",
+        "              AND j.status || '' = 'queued' AND j.seq < for_seq LIMIT most) woken;\n",
         "              AND false LIMIT most) woken;\n",
         LIMITS,
     ),
@@ -545,7 +566,7 @@ MUTANTS = (
         "glue/request.py",
         "        if not ours and not isinstance(exc, (Ignore, Reject, Retry, MemoryError)):\n",
         "        if False:\n",
-        ("tests/faults/test_fault_40.py", "tests/faults/test_poison.py"),
+        ("tests/integration/test_requests.py",),
     ),
     Mutant(
         "request: a lost child is no failure",

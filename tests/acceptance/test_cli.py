@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import inspect
 import json
 import os
 import re
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -224,6 +228,36 @@ def test_jobs_are_listed_newest_first_and_filtered(cli: Shop) -> None:
     assert done not in text.out
     assert "--limit" in text.out
     assert cli("jobs", "--tenant", "nobody") == Result(0, "no jobs\n", "")
+
+
+def test_a_search_looks_so_far_and_says_so(cli: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each status the newest few; but parked jobs all, and a tenant's queued ones behind the many of others."""
+    monkeypatch.setattr("celery_safe_effects.app.LOOKED", 2)
+    parked = cli.ran("shop.buy", "lost", tenant="acme")
+    waits = cli.queued("shop.think", "a", tenant="acme")
+    ended = cli.ran("shop.think", "a", tenant="acme")
+    for _ in range(3):
+        cli.ran("shop.buy", "lost", tenant="big")
+        cli.queued("shop.think", "b", tenant="big")
+        cli.ran("shop.think", "b", tenant="big")
+
+    def jobs(*options: str) -> tuple[list[str], bool, int | None]:
+        found = cli("jobs", *options, "--json").json
+        return [row["id"] for row in found["jobs"]], found["more"], found["searched"]
+
+    one, acme = ("--limit", "1"), ("--tenant", "acme")
+    assert jobs(*acme, *one) == ([waits], True, None)
+    assert jobs(*acme, *one, "--status", "queued") == ([waits], False, 2)
+    assert jobs(*acme, *one, "--status", "unknown") == ([parked], False, None)
+    assert jobs(*acme, *one, "--status", "succeeded") == ([], False, 2)
+    assert "searched: the newest 2 of each status" in cli("jobs", *acme, *one, "--status", "succeeded").out
+    assert jobs(*acme) == ([ended, waits, parked], False, None)
+    # Nobody asked for a tenant: the newest are the newest, however far back.
+    assert jobs(*one, "--status", "succeeded")[1:] == (True, None)
+    assert len(jobs()[0]) == 12
+    assert [row.job_id for row in cli.safe.operations(status="unknown", tenant="acme")] == [parked]
+    assert len(cli.safe.operations(status="unknown")) == 4
+    assert len(cli.safe.operations()) == 4
 
 
 @pytest.mark.parametrize("columns", [40, 80, 132])
@@ -592,7 +626,7 @@ def test_republish_what_is_due(cli: Shop, sql: Sql) -> None:
 def test_republish_everything_after_a_restore(cli: Shop, sql: Sql) -> None:
     thinking, buying, done = cli.queued("shop.think", "a"), cli.queued("shop.buy", "b"), cli.ran("shop.think", "c")
     found = cli("republish", "--all")
-    assert (found.code, found.out) == (0, "published 2 of 2 messages\npublished 2 messages\n")
+    assert (found.code, found.out) == (0, "published 2 messages\n")
     assert cli("republish", "--all", "--json").json == {"published": 2, "missed": 0, "epoch": None, "parked": 0}
     sql("UPDATE job SET settled_at = clock_timestamp(), next_publish_at = NULL WHERE id = %s", done)
     found = cli("republish", "--all", "--new-epoch", "--park", "--actor", "ops", "--json")
@@ -830,9 +864,40 @@ def buy(what):
 """
 
 
+class Program:
+    """`celery -A cli_project safe-effects ARGS` as a process."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self.start = [sys.executable, "-m", "celery", "-A", "cli_project", "safe-effects"]
+        self.env = env
+
+    def __call__(self, *args: str) -> Result:
+        done = subprocess.run(
+            [*self.start, *args], capture_output=True, text=True, check=False, timeout=60, env=self.env
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    def on_a_terminal(self, *args: str) -> Result:
+        """The same with a terminal as standard error."""
+        import pty
+
+        terminal, theirs = pty.openpty()
+        with subprocess.Popen(
+            [*self.start, *args], stdout=subprocess.PIPE, stderr=theirs, text=True, env=self.env
+        ) as process:
+            os.close(theirs)
+            shown = b""
+            with contextlib.suppress(OSError):  # Linux's way to say that nobody writes there any more
+                while part := os.read(terminal, 10_000):
+                    shown += part
+            os.close(terminal)
+            assert process.stdout is not None
+            return Result(process.wait(60), process.stdout.read(), shown.decode())
+
+
 @pytest.fixture
-def celery(tmp_path: Path, place: dict[str, Any]) -> Callable[..., Result]:
-    """Runs `celery -A cli_project safe-effects ARGS` as a process."""
+def celery(tmp_path: Path, place: dict[str, Any]) -> Program:
     (tmp_path / "cli_project.py").write_text(PROJECT.replace("{conf}", repr({**CONF, **place})))
     if not any(e.name == "safe-effects" for e in importlib.metadata.entry_points(group="celery.commands")):
         # From a checkout that is not installed: the metadata that an installation would write.
@@ -844,19 +909,10 @@ def celery(tmp_path: Path, place: dict[str, Any]) -> Callable[..., Result]:
         (made / "entry_points.txt").write_text(f"[celery.commands]\nsafe-effects = {found[1]}\n")
     path = [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "80"}
-    start = [sys.executable, "-m", "celery", "-A", "cli_project", "safe-effects"]
-
-    def run(*args: str) -> Result:
-        done = subprocess.run([*start, *args], capture_output=True, text=True, check=False, timeout=60, env=env)
-        assert "Traceback" not in done.stderr, done.stderr
-        return Result(done.returncode, done.stdout, done.stderr)
-
-    return run
+    return Program(env)
 
 
-def test_every_command_through_celery(
-    celery: Callable[..., Result], make_cli: Callable[..., Shop], place: dict[str, Any]
-) -> None:
+def test_every_command_through_celery(celery: Program, make_cli: Callable[..., Shop], place: dict[str, Any]) -> None:
     made = celery("upgrade")
     schema = place["safe_effects_schema"]
     assert made == Result(0, f"applied migration 0001_initial\nschema {schema!r} is at version 1\n", "")
@@ -898,6 +954,90 @@ def test_every_command_through_celery(
     assert refs == ["pay_1", "pay_found"]
 
 
+@pytest.mark.parametrize("args", [("log", "JOB", "--follow"), ("jobs", "--follow")])
+def test_ctrl_c_ends_what_follows_on(celery: Program, cli: Shop, args: tuple[str, ...]) -> None:
+    job = cli.claimed(ttl=600)
+    start = [*celery.start, *(job if word == "JOB" else word for word in args)]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a child inherits that it is ignored
+    try:
+        process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=celery.env)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert any(job in line or "running" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 1
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_bash_completes_what_stands_in_the_command_line(celery: Program, tmp_path: Path) -> None:
+    """As docs/cli.md has it, by Celery's own program in a real bash; the app is not asked for it."""
+    bash, program = shutil.which("bash"), shutil.which("celery", path=str(Path(sys.executable).parent))
+    assert bash is not None
+    assert program is not None
+    (setup,) = re.findall(r'eval "\$\(_CELERY_COMPLETE=bash_source celery\)"', (ROOT / "docs" / "cli.md").read_text())
+    env = {**celery.env, "PATH": f"{Path(program).parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def completed(*words: str) -> list[str]:
+        script = (
+            f"{setup}; complete -p celery; COMP_WORDS=({' '.join(map(shlex.quote, words))}); "
+            f'COMP_CWORD={len(words) - 1}; _celery_completion celery; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        )
+        command = [bash or "", "--norc", "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=env, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        first, *answers = done.stdout.splitlines()
+        assert "_celery_completion celery" in first
+        return answers
+
+    assert set(completed("celery", "-A", "shop", "safe-effects", "")) == set(safe_effects.commands)
+    assert completed("celery", "-A", "shop", "safe-effects", "jobs", "--status", "unk") == ["unknown"]
+    assert completed("celery", "-A", "shop", "safe-effects", "resolve", "--not") == ["--not-happened"]
+
+
+@pytest.mark.parametrize(("shell", "at"), [("zsh", "4"), ("fish", "op")])
+def test_other_shells_are_told_the_same(celery: Program, shell: str, at: str) -> None:
+    assert f"_CELERY_COMPLETE={shell}_source celery" in (ROOT / "docs" / "cli.md").read_text()
+    program = [sys.executable, "-c", "import sys; sys.argv[0] = 'celery'; from celery.__main__ import main; main()"]
+
+    def said(what: str) -> str:
+        words = {
+            "COMP_WORDS": "celery -A shop safe-effects op",
+            "COMP_CWORD": at,
+            "_CELERY_COMPLETE": f"{shell}_{what}",
+        }
+        env = {**celery.env, **words}
+        return subprocess.run(program, capture_output=True, text=True, check=True, timeout=60, env=env).stdout
+
+    assert f"_CELERY_COMPLETE={shell}_complete" in said("source")
+    assert "operations" in said("complete")
+
+
+def test_long_work_has_a_bar_on_a_terminal_and_nowhere_else(celery: Program, cli: Shop, sql: Sql) -> None:
+    lost = [cli.ran("shop.buy", "lost") for _ in range(3)]
+    verdict = ("resolve", "--effect", "cli.pay", "--not-happened", "--reason", "asked", "--yes")
+    done = celery.on_a_terminal(*verdict)
+    assert (done.code, "done: 3 operations resolved" in done.out) == (0, True)
+    assert re.search(r"resolving.*#{36}.*3/3", done.err)
+    assert {status(cli, job) for job in lost} == {"queued"}
+
+    done = celery.on_a_terminal("republish", "--all")
+    assert (done.code, done.out) == (0, "published 3 messages\n")
+    assert re.search(r"publishing.*#{36}.*3/3", done.err)
+    assert celery("republish", "--all") == Result(0, "published 3 messages\n", "")
+
+    ended = [cli.ran("shop.think", "a") for _ in range(4)]
+    sql("ALTER TABLE job DISABLE TRIGGER USER")
+    for jobs, shows in ((ended[:2], True), (ended[2:], False)):
+        sql("UPDATE job SET finished_at = finished_at - interval '1 year' WHERE id = ANY (%s)", jobs)
+        done = celery.on_a_terminal("prune", *(() if shows else ("--json",)))
+        assert (done.code, bool(re.search(r"pruning.*#{36}.*2/2", done.err))) == (0, shows)
+        assert done.err == "" or shows
+    assert json.loads(done.out) == {"jobs": 2, "tombstones": 0}
+
+
 # -- metrics -------------------------------------------------------------------------------------------------------
 
 
@@ -934,7 +1074,6 @@ def test_metrics_without_prometheus_client(cli: Shop, monkeypatch: pytest.Monkey
 
 
 def test_metrics_are_served_until_the_process_is_ended(place: dict[str, Any], cli: Shop, tmp_path: Path) -> None:
-    import signal
     import urllib.request
 
     (tmp_path / "served.py").write_text(

@@ -349,6 +349,45 @@ def test_in_flower_without_a_login_it_only_reads(
         assert job(sql, open_job)["cancel_requested_at"] is None
 
 
+def test_in_flower_under_oauth(
+    app: Celery, app_conf: dict[str, Any], provider: Provider, sql: Sql, tmp_path: Path
+) -> None:
+    """Who signed in with the provider that Flower asks, and is on its list, may act, under that name."""
+    from tornado.web import create_signed_value
+
+    def signed(user: str, secret: str = "of this test") -> dict[str, str]:
+        """What Flower sets when the provider has named somebody."""
+        return {"user": create_signed_value(secret, "user", user).decode()}
+
+    open_job = parked(app, provider)
+    options = (
+        "--auth=ada@example.com", "--auth_provider=flower.views.auth.GoogleAuth2LoginHandler", "--oauth2_key=k",
+        "--oauth2_secret=s", "--oauth2_redirect_uri=http://127.0.0.1/login", "--cookie_secret=of this test",
+    )  # fmt: skip
+    with flower(app_conf, provider, tmp_path, *options) as client:
+        for cookies in ({}, signed("eve@example.com"), signed("ada@example.com", "another secret")):
+            client.cookies.clear()
+            client.cookies.update(cookies)
+            page = client.get(f"/safe-effects/job/{open_job}")
+            assert (page.status_code, "/login" in page.headers["Location"]) == (302, True)
+            assert client.post(f"/safe-effects/cancel/{open_job}", data={"reason": "no"}).status_code == 403
+        client.cookies.clear()
+        client.cookies.update(signed("ada@example.com"))
+        story = client.get(f"/safe-effects/job/{open_job}")
+        assert (story.status_code, "Reading only" in story.text) == (200, False)
+        fields = {"key": f"{open_job}:1", "verdict": "not_happened", "reason": "asked the bank"}
+        assert client.post(f"/safe-effects/resolve/{open_job}", data=fields).status_code == 403
+        # A header that names somebody is no login here, and lets nobody past the form's token.
+        forged = client.post(
+            f"/safe-effects/resolve/{open_job}", data=fields, headers={"Authorization": "Basic ZXZlOng="}
+        )
+        assert (forged.status_code, job(sql, open_job)["status"]) == (403, "unknown")
+        done = client.post(f"/safe-effects/resolve/{open_job}", data={**fields, "_xsrf": token_of(story)})
+        assert done.status_code == 303
+    (row,) = sql("SELECT resolved_by FROM operations WHERE job_id = %s", open_job)
+    assert row["resolved_by"] == "operator:ada@example.com"
+
+
 # -- in a browser ------------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +418,20 @@ def complaints(browser: Any) -> list[str]:
     return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
+def shows(browser: Any, selector: str, words: str) -> None:
+    """Wait for words on a page: what a click leads to takes the place of what is read."""
+    from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+    from selenium.webdriver.common.by import By
+
+    def seen() -> bool:
+        try:
+            return words in browser.find_element(By.CSS_SELECTOR, selector).text
+        except (NoSuchElementException, StaleElementReferenceException):
+            return False
+
+    eventually(seen, message=f"{selector} shows {words!r}")
+
+
 @pytest.mark.parametrize("where", ["alone", "flower"])
 def test_in_a_browser(
     app: Celery, app_conf: dict[str, Any], provider: Provider, sql: Sql, tmp_path: Path, browser: Any, where: str
@@ -403,14 +456,14 @@ def test_in_a_browser(
         else:
             browser.get(f"{base.replace('http://', 'http://grace:secret@')}/workers")
             browser.find_element(By.LINK_TEXT, "Safe effects").click()
-        assert "Pressure" in browser.find_element(By.TAG_NAME, "h1").text
+        shows(browser, "h1", "Pressure")
         browser.find_element(By.LINK_TEXT, f"{open_job}:1").click()
-        assert EVIL in browser.find_element(By.CSS_SELECTOR, "details").text
+        shows(browser, "details", EVIL)
         browser.find_element(By.CSS_SELECTOR, "input[value=happened]").click()
         browser.find_element(By.NAME, "ref").send_keys("ch_1")
         browser.find_element(By.CSS_SELECTOR, "form.act input[name=reason]").send_keys("seen on their page")
         browser.find_element(By.XPATH, "//button[text()='Record the verdict']").click()
-        assert "The verdict is recorded" in browser.find_element(By.CSS_SELECTOR, "[role=status]").text
+        shows(browser, "[role=status]", "The verdict is recorded")
         assert sql("SELECT provider_ref, resolved_by FROM operations WHERE job_id = %s", open_job) == [
             {"provider_ref": "ch_1", "resolved_by": "operator:grace"}
         ]

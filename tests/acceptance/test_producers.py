@@ -680,7 +680,8 @@ def test_what_expired_never_runs(app: Celery, workers: Workers, broker: Broker, 
     assert len(provider.ledger()) == 1
     assert_invariants(sql, provider)
 
-    worker.kill()
+    worker.terminate()
+    worker.wait(20)  # nothing that it took comes back to the queue
     safe: Any = app.safe_effects
     safe.retry(past.id, "the customer insists")
     eventually(lambda: broker.depth() == 1, 5, message="its message waits for a worker")

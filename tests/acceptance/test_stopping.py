@@ -6,11 +6,14 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from celery import Celery
 
+from celery_safe_effects.faults import Fault, Plan, Point
 from celery_safe_effects.testing import WorkerProcess, eventually
 from example_project.provider_client import Provider
 from tests.support.brokers import Broker
@@ -132,6 +135,32 @@ def test_a_cold_stop(
         wait_status(sql, result.id, "succeeded", timeout=40)
         assert_ledger(provider, sql, result.id, "1", "refund")
     assert provider.received("charge") == len(between)
+    assert_invariants(sql, provider)
+
+
+@pytest.mark.usefixtures("broker")
+def test_a_service_manager_ends_children_anywhere(
+    app: Celery, workers: Workers, provider: Provider, sql: Sql, tmp_path: Path
+) -> None:
+    """Also where a child holds a claim whose answer it has not read: that is no attempt either."""
+    points = (Point.BEFORE_CLAIM, Point.AFTER_CLAIM, Point.BEFORE_BODY, Point.BEFORE_LEAVE)
+    jobs = {point: str(uuid4()) for point in points}
+    never = str(tmp_path / "never")
+    held = [Fault(point, "wait", role="child", job=job_id, until=never) for point, job_id in jobs.items()]
+    plan = Plan(held, tmp_path / "faults")
+    plan.prepare()
+    worker = workers("a", env=plan.environment(), concurrency=len(points), acks_late=True)
+    for job_id in jobs.values():
+        app.tasks["tests.charge_then_mail"].apply_async(("cus", 1), task_id=job_id)
+    eventually(lambda: plan.happened() == held, 20, message="each child stands at its point")
+    os.killpg(worker.pid, signal.SIGTERM)
+    worker.wait(20)
+    for point, job_id in jobs.items():
+        found = sql("SELECT status, attempts, tried FROM safe_effects.job WHERE id = %s", job_id)
+        assert found == [{"status": "queued", "attempts": 0, "tried": 0}], (point, log(sql, job_id))
+    workers("b")
+    for job_id in jobs.values():
+        assert wait_status(sql, job_id, "succeeded", timeout=20)["attempts"] == 1
     assert_invariants(sql, provider)
 
 

@@ -181,6 +181,30 @@ def test_what_celery_cannot_send_now_is_no_failure(shop: Shop, sql: Sql, monkeyp
 
 
 @pytest.mark.parametrize("counts", [True])
+@pytest.mark.parametrize("broken", [False, True], ids=["forgotten", "unreadable"])
+def test_a_backend_that_lost_the_group_fails_no_chord(
+    shop: Shop, sql: Sql, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    """Celery counts, and then cannot tell whose results the body gets."""
+    result = chord([s(shop, "part", 1), s(shop, "part", 2)], s(shop, "body")).apply_async()
+
+    def unreadable(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("what is this?")
+
+    with monkeypatch.context() as patch:
+        if broken:
+            patch.setattr(shop.app.backend, "restore_group", unreadable)
+        else:
+            shop.app.backend.delete_group(result.parent.id)
+        shop.work()
+    assert jobs(sql, "body") == []
+    assert result.state == "PENDING"
+    assert sweep(shop, sql) == 1
+    shop.work()
+    assert jobs(sql, "body") == [{"id": result.id, "status": "succeeded", "result": [1, 2]}]
+
+
+@pytest.mark.parametrize("counts", [True])
 def test_a_chord_that_celery_finishes_is_left_alone(shop: Shop, sql: Sql) -> None:
     for body in (s(shop, "body"), s(shop, "plain_part"), chain(s(shop, "plain_part"), s(shop, "body"))):
         chord([s(shop, "part", 1), s(shop, "plain_part", 2)], body).apply_async()

@@ -188,7 +188,8 @@ def test_twenty_open_callers_of_one_tenant_with_keys_and_limits(
     """Each has a key of its own and asks for one that all want; others without a transaction ask for it meanwhile."""
     narrow = shops(safe_effects_limits=Limits(tenant_queued=15), safe_effects_max_connections=30)
     over = threading.Event()
-    barrier = threading.Barrier(20, timeout=30)
+    begun: list[float] = []
+    barrier = threading.Barrier(20, lambda: begun.append(time.monotonic()), timeout=30)
 
     def caller(number: int) -> list[str]:
         told = []
@@ -208,12 +209,13 @@ def test_twenty_open_callers_of_one_tenant_with_keys_and_limits(
             with suppress(AdmissionRejected, StoreUnavailable):
                 narrow.bill.apply_async((1,), tenant="acme", idempotency_key="shared")
 
-    start = time.monotonic()
     with ThreadPoolExecutor(24) as threads:
         others = [threads.submit(outside) for _ in range(2)]
-        found = [done.result(60) for done in [threads.submit(caller, n) for n in range(20)]]
-        took = time.monotonic() - start
-        over.set()
+        try:
+            found = [done.result(60) for done in [threads.submit(caller, n) for n in range(20)]]
+        finally:
+            took = time.monotonic() - begun[0]
+            over.set()
         for one in others:
             one.result(60)
     assert took < 5
@@ -225,37 +227,64 @@ def test_twenty_open_callers_of_one_tenant_with_keys_and_limits(
     assert deadlocks(sql) == 0
 
 
+@pytest.mark.parametrize("business", ["session"], indirect=True)
+def test_who_waits_for_a_key_keeps_no_one_from_sending(
+    business: Business, shop: Shop, shops: Callable[..., Shop]
+) -> None:
+    """An app has `broker_pool_limit` producers; a call that has nothing to send yet takes none of them."""
+    narrow = shops(broker_pool_limit=1)
+    waiting, done = threading.Barrier(3, timeout=30), threading.Event()
+    told: list[str] = []
+
+    def waiter() -> None:
+        with business.begin() as (transaction, _):
+            waiting.wait()
+            try:
+                narrow.bill.apply_async((1,), tenant="A", idempotency_key="held", transaction=transaction)
+            except AdmissionRejected as exc:
+                told.append("before" if not done.is_set() else exc.reason)
+
+    def sender() -> None:
+        waiting.wait()
+        for n in range(5):
+            narrow.bill.apply_async((n,))
+        done.set()
+
+    with business.begin() as (transaction, _):
+        shop.bill.apply_async((1,), tenant="A", idempotency_key="held", transaction=transaction)
+        together(waiter, waiter, sender)
+    assert told == ["idempotency_key_busy"] * 2
+
+
 def test_one_without_a_transaction_finds_what_an_open_one_leaves(shop: Shop, database_url: str, sql: Sql) -> None:
     """It waits for a key without the tenant's lock in hand, and gets the job if it is there then, or its own."""
     business = Business("session", database_url)
     for ends in ("commit", "rollback"):
-        held = threading.Event()
+        held, passed = threading.Event(), threading.Event()
         made: list[str] = []
 
-        def holder(ends: str, held: threading.Event, made: list[str]) -> None:
+        def holder(ends: str, held: threading.Event, passed: threading.Event, made: list[str]) -> None:
             with Session(business.engine) as session:
                 job = shop.bill.apply_async((1,), tenant="A", idempotency_key=ends, transaction=session)
                 made.append(job.id)
                 held.set()
-                time.sleep(0.6)
+                assert passed.wait(1.5), "the tenant's lock is not held by whoever waits for a key"
                 getattr(session, ends)()
 
         def outsider(ends: str, held: threading.Event) -> str:
             held.wait(10)
             return str(shop.bill.apply_async((1,), tenant="A", idempotency_key=ends).id)
 
-        def neighbour(held: threading.Event) -> float:
+        def neighbour(held: threading.Event, passed: threading.Event) -> None:
             held.wait(10)
-            time.sleep(0.1)
-            start = time.monotonic()
+            time.sleep(0.3)  # the outsider waits by now
             shop.bill.apply_async((1,), tenant="A")
-            return time.monotonic() - start
+            passed.set()
 
-        _, found, waited = together(
-            partial(holder, ends, held, made), partial(outsider, ends, held), partial(neighbour, held)
+        _, found, _ = together(
+            partial(holder, ends, held, passed, made), partial(outsider, ends, held), partial(neighbour, held, passed)
         )
         assert (found == made[0]) == (ends == "commit")
-        assert waited < 0.4, "the tenant's lock is not held by whoever waits for a key"
         assert len(sql("SELECT id FROM jobs WHERE idempotency_key = %s", ends)) == 1
     business.engine.dispose()
 

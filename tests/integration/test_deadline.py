@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+from celery_safe_effects.app import SafeEffects
 from celery_safe_effects.engine import deadline, process
+from tests.support.lab import Lab
 
-pytestmark = pytest.mark.skipif(not deadline.available(), reason="needs Linux's POSIX timers")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's POSIX timers")
 
 
 def ended(body: Callable[[], None]) -> tuple[int, float]:
@@ -124,3 +130,37 @@ def test_a_process_is_gone_when_it_has_exited_and_not_before() -> None:
     assert not process.is_gone("another boot|pid:[1]|1|1")
     os.close(reader)
     os.close(writer)
+
+
+# -- what is recorded of it --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["declared", "whole-body"])
+@pytest.mark.parametrize("trusted", [False, True], ids=["", "trusted"])
+@pytest.mark.parametrize(
+    ("prefork", "kill", "works", "armed"),
+    [(True, True, True, True), (True, True, False, False), (True, False, True, False), (False, True, True, False)],
+    ids=["armed", "the kernel has none left", "turned off", "another pool"],
+)
+def test_an_intent_says_what_the_timer_said(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, prefork: bool, kill: bool, works: bool, armed: bool, trusted: bool,
+    whole: bool,
+) -> None:  # fmt: skip
+    """Not what was asked for: an absence may be believed because of it."""
+
+    @contextmanager
+    def timer(seconds: float | None) -> Iterator[bool]:
+        yield seconds is not None and works
+
+    monkeypatch.setattr(SafeEffects, "prefork", property(lambda _: prefork))
+    monkeypatch.setattr(lab.safe, "hooks", dataclasses.replace(lab.safe.hooks, armed=timer))
+    options: dict[str, Any] = {"deadline": 30.0, "kill_at_deadline": kill, "trust_deadline_kill": trusted}
+    if whole:
+        task = lab.task(lambda self: None, effect_options=options)
+    else:
+        a = lab.effect("a", **options)
+        task = lab.task(lambda self: a().ref, effects=[a])
+    lab.run(task)
+    assert lab.sql("SELECT deadline_kills, deadline_is_proof FROM operation") == [
+        {"deadline_kills": armed, "deadline_is_proof": armed and trusted}
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from uuid import uuid4
 import psycopg
 import pytest
 from celery import Celery, group
+from celery import signals as celery_signals
 from celery.app.amqp import AMQP
+from kombu import serialization
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
@@ -30,8 +33,9 @@ from celery_safe_effects import (
 )
 from celery_safe_effects.engine.tracing import Tracing
 from celery_safe_effects.errors import ConfigurationError, StoreUnavailable
-from celery_safe_effects.glue.many import PART, Many, _reprs
-from celery_safe_effects.glue.mould import Moulds
+from celery_safe_effects.glue.envelope import arguments_digest
+from celery_safe_effects.glue.many import PART, Many
+from celery_safe_effects.glue.mould import Moulds, Shown
 from tests.support.services import Sql
 from tests.support.shop import Shop
 
@@ -420,12 +424,16 @@ def test_a_short_way_to_show_arguments_shows_the_same(shop: Shop) -> None:
         (("x" * 5000,), {}),
     ):
         signature = shop.bill.signature(args, kwargs)
-        short = _reprs(signature, shop.app.amqp.argsrepr_maxsize)
+        shown = Shown.of(signature.args, signature.kwargs, shop.app.amqp.argsrepr_maxsize)
         message = shop.app.amqp.as_task_v2("id", "shop.bill", args, kwargs)
-        if short:
-            assert short["argsrepr"] == message.headers["argsrepr"]
-            assert short["kwargsrepr"] == message.headers["kwargsrepr"]
-    assert _reprs(shop.bill.s("plain", cents=1), 1024)
+        if shown is not None:
+            assert shown.reprs["argsrepr"] == message.headers["argsrepr"]
+            assert shown.reprs["kwargsrepr"] == message.headers["kwargsrepr"]
+            assert shown.body("null") == serialization.dumps((args, kwargs, None), "json")[2]
+            assert shown.digest('"shop.bill"') == arguments_digest("shop.bill", args, kwargs)
+    assert Shown.of(("plain", True, 0.5, None, 10**30), {"b": 1, "a": 2}, 1024)
+    for odd in (float("nan"), float("inf"), [1], "it's", signal.SIGTERM):
+        assert Shown.of((odd,), {}, 1024) is None
 
 
 # -- messages of one form ----------------------------------------------------------------------------------------------
@@ -458,6 +466,10 @@ def gathered(shop: Shop, calls: list[Any]) -> list[dict[str, Any]]:
     for item in Many(shop.safe.publisher, None)._make(calls):
         assert item.gathered is not None, item.error
         hint, candidate = item.gathered
+        if isinstance(hint.parts[2], str):  # encoded already
+            encoded = hint.options.pop("content_type"), hint.options.pop("content_encoding"), hint.parts[2]
+            assert encoded == serialization.dumps(candidate.envelope.body, "json")
+            hint = hint._replace(parts=(*hint.parts[:2], candidate.envelope.body, None))
         envelope, params = (
             candidate.envelope,
             {**candidate.params, "envelope": json.loads(candidate.params["envelope"])},
@@ -566,6 +578,44 @@ def test_what_may_depend_on_its_arguments_goes_all_the_way(shops: Callable[..., 
     for conf in ({"task_routes": [router]}, {"task_send_sent_event": True}):
         other = shops(**conf)
         twice(other, other.bill, 1)
+
+
+def test_a_form_of_another_serializer_goes_all_the_way(shops: Callable[..., Shop], casts: Casts) -> None:
+    """Messages are cast as JSON, so a form has to make the same message as the one that went all the way."""
+    other = shops(task_serializer="yaml", accept_content=["yaml", "json"])
+    assert statuses(other.safe.enqueue_many([other.bill.s(n) for n in range(3)])) == ["accepted"] * 3
+    assert casts.number == 0
+
+
+def test_who_looks_at_messages_on_their_way_sees_their_arguments(shop: Shop, casts: Casts) -> None:
+    seen: list[Any] = []
+
+    def look(body: Any = None, **_: Any) -> None:
+        seen.append(body)
+
+    celery_signals.before_task_publish.connect(look)
+    try:
+        shop.safe.enqueue_many([shop.bill.s(n) for n in range(3)])
+    finally:
+        celery_signals.before_task_publish.disconnect(look)
+    assert casts.number == 2
+    assert [tuple(args) for args, *_ in seen] == [(0,), (1,), (2,)]
+
+
+def test_a_cast_message_is_measured_too(shops: Callable[..., Shop], casts: Casts) -> None:
+    shop = shops(safe_effects_max_payload=2000)
+    found = shop.safe.enqueue_many([shop.bill.s("a"), shop.bill.s("b"), shop.bill.s("x" * 900)])
+    assert [one.reason for one in found] == [None, None, "payload_too_large"]
+    assert casts.number == 1
+
+
+def test_a_callers_connection_may_write_values_into_its_statements(shop: Shop, database_url: str, sql: Sql) -> None:
+    """As Django's does, though statements of ours ask for the binary format."""
+    dsn = database_url.replace("+psycopg", "")
+    with psycopg.connect(dsn, cursor_factory=psycopg.ClientCursor) as connection:
+        found = shop.safe.enqueue_many([shop.bill.s(n) for n in range(3)], transaction=connection)
+    assert statuses(found) == ["accepted"] * 3
+    assert len(sql("SELECT id FROM jobs")) == 3
 
 
 def test_bad_ones_of_a_form_are_refused_as_others(shop: Shop, casts: Casts) -> None:

@@ -46,7 +46,7 @@ def refused(connection: psycopg.Connection[Any], text: str, schema: str) -> str 
             names.append(match[1])
         return f"${names.index(match[1]) + 1}"
 
-    text = re.sub(r"%\((\w+)\)s", number, text).replace("%%", "%")
+    text = re.sub(r"%\((\w+)\)[sb]", number, text).replace("%%", "%")
     text = text.replace("{s}", f'"{schema}"').replace("{async}", "NULL::text").replace("{now}", "clock_timestamp()")
     try:
         connection.execute(f"PREPARE asked AS {text}".encode(), prepare=False)

@@ -93,7 +93,7 @@ def test_a_claim_of_a_whole_body_is_refused_alike(protocol: Protocol, store: Sto
         "step": "body", "ordinal": 1, "effect": "tests.task", "keyed": False, "repeatable": False, "whole_body": True,
         "nonce": uuid4(), "process": "process", "args": "{}", "args_digest": "digest", "deadline": None, "lag": 0.0,
         "idempotent_for": None, "has_lookup": False, "if_unknown": "park", "detached": False,
-        "deadline_is_proof": False, "trace": None,
+        "deadline_kills": False, "deadline_is_proof": False, "trace": None,
     }  # fmt: skip
     mark = {"generation": 0, "digest": "digest", "task": None, "seq": None, "tenant": None}
     token = uuid4()
@@ -317,6 +317,25 @@ def test_a_key_is_sent_again_while_the_provider_retains_it(protocol: Protocol, s
     assert sql("SELECT status FROM job") == [{"status": "queued" if sent else "unknown"}]
 
 
+@pytest.mark.parametrize("wish", ["failed", "succeeded", "again"])
+def test_what_is_sent_again_proves_nothing_of_the_call_before(protocol: Protocol, sql: Sql, wish: str) -> None:
+    """The second call did not happen; the first one may have, and its question stays open."""
+    claimed, nonce = begun(protocol, idempotent_for=3600.0, has_lookup=False, deadline=30.0)
+    protocol.outcome(claimed, nonce, "unknown")
+    protocol.leave(claimed, "unknown")
+    sql("UPDATE operation SET deadline_at = clock_timestamp() - interval '1 s'")
+    assert protocol.store.rows("RESUME", id=claimed.lease.job, reason="resend", actor="reconciler")
+    second = protocol.claim(claimed.lease.job)
+    assert second is not None
+    nonce = protocol.intent(second, idempotent_for=3600.0, has_lookup=False, deadline=30.0)
+    assert nonce is not None
+    assert protocol.outcome(second, nonce, "not_happened").status == "unknown"
+    left = protocol.leave(second, wish)
+    assert left is not None
+    assert left.status == "unknown"
+    assert sql("SELECT attempt, status FROM operation") == [{"attempt": 2, "status": "unknown"}]
+
+
 def verdict(protocol: Protocol, claimed: Claimed, **changed: Any) -> Any:
     (asked,) = protocol.store.rows("JOB", id=claimed.lease.job)
     values: dict[str, Any] = {
@@ -330,6 +349,7 @@ def verdict(protocol: Protocol, claimed: Claimed, **changed: Any) -> Any:
 GROUNDS = {
     "in time, sender gone": ("gone_at = clock_timestamp()", "1 hour", {}, True),
     "asked before deadline and lag": ("gone_at = clock_timestamp()", "-1 hour", {}, False),
+    "it lived when that was asked": ("gone_at = absent_from + interval '2 hours'", "1 hour", {}, False),
     "the sender may be alive": ("", "1 hour", {}, False),
     "the kernel ends it": ("deadline_is_proof = true", "1 hour", {}, True),
     "a detached effect": ("gone_at = clock_timestamp(), detached = true", "1 hour", {}, False),
@@ -378,6 +398,51 @@ def test_gone_is_who_was_seen_to_be(protocol: Protocol, sql: Sql) -> None:
     assert protocol.store.rows("GONE", processes=["another process"], in_flight=60.0) == []
     assert sql("SELECT gone_at FROM operation") == [{"gone_at": None}]
     assert protocol.store.rows("GONE", processes=["process"], in_flight=60.0) != []
+
+
+@pytest.mark.parametrize(
+    ("deadline", "kills", "seen", "later"),
+    [
+        # Before its deadline, nobody outlived it; after it, only who was not ended by it.
+        (20.0, False, 10.0, 20.0 + 5.0),
+        (20.0, False, 30.0, 30.0 + 20.0 + 5.0),
+        (20.0, True, 30.0, 20.0 + 5.0),
+        (None, False, 30.0, 30.0 + 60.0 + 5.0),
+    ],
+)
+def test_who_may_have_outlived_its_deadline_may_have_sent_until_it_was_gone(
+    protocol: Protocol, sql: Sql, deadline: float | None, kills: bool, seen: float, later: float
+) -> None:
+    claimed, nonce = begun(protocol, deadline=deadline, deadline_kills=kills, lag=5.0)
+    protocol.outcome(claimed, nonce, "unknown")
+    for name in ("intent_at", "deadline_at", "absent_from"):
+        sql(f"UPDATE operation SET {name} = {name} - %s * interval '1 s'", seen)
+    assert protocol.store.rows("GONE", processes=["process"], in_flight=60.0) != []
+    (row,) = sql("SELECT extract(epoch FROM absent_from - intent_at)::float8 AS later FROM operation")
+    assert later - 1 < row["later"] < later + 10
+
+
+@pytest.mark.parametrize(
+    ("repeatable", "status", "begins", "ends"),
+    [
+        (False, "outcome_confirmed", (1, 0, 0, 1), (0, 0, 0, 1)),
+        (False, "unknown", (1, 0, 0, 1), (0, 1, 0, 1)),
+        (True, "outcome_confirmed", (0, 0, 1, 1), (0, 0, 0, 1)),
+    ],
+)
+def test_a_running_job_counts_its_operations(
+    protocol: Protocol, sql: Sql, repeatable: bool, status: str, begins: tuple[int, ...], ends: tuple[int, ...]
+) -> None:
+    """What may be asked again is counted by itself: it parks nobody."""
+
+    def counted() -> tuple[int, ...]:
+        (row,) = sql("SELECT open_ops, unknown_ops, asking_ops, operations FROM job")
+        return tuple(row.values())
+
+    claimed, nonce = begun(protocol, repeatable=repeatable)
+    assert counted() == begins
+    protocol.outcome(claimed, nonce, status)
+    assert counted() == ends
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------

@@ -463,6 +463,39 @@ def test_redacted_arguments_are_kept_out_of_the_record(lab: Lab) -> None:
     assert lab.sql("SELECT args FROM operations WHERE job_id = %s", job) == [{"args": {"customer": "c"}}]
 
 
+# -- sent again --------------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_connection_of_a_resend_says_nothing_of_the_call_before(lab: Lab) -> None:
+    """Neither does the body take its other branch, nor does the job fail: the first call may have happened."""
+    a, b = (
+        lab.effect("a", idempotent_for=timedelta(hours=1), not_happened_on=(ConnectionRefusedError,)),
+        lab.effect("b"),
+    )
+
+    def body(self: Any) -> Any:
+        try:
+            return a().ref
+        except ConnectionRefusedError:
+            return b().ref
+
+    lab.behaviour["a"] = ValueError("accepted, and not heard")
+    task = lab.task(body, effects=[a, b])
+    job = lab.run(task)
+    lab.past_deadline()
+    lab.reconcile()
+    assert lab.status(job) == "queued"
+    lab.behaviour["a"] = ConnectionRefusedError("down")
+    lab.run(task, job=job)
+    assert (lab.status(job), lab.operations(job)) == ("unknown", {"1": "unknown"})
+    lab.behaviour["a"] = None
+    lab.past_deadline()
+    lab.reconcile()
+    lab.run(task, job=job)
+    assert (lab.status(job), lab.operations(job)) == ("succeeded", {"1": "outcome_confirmed"})
+    assert [name for name, _ in lab.calls] == ["a", "a", "a"]
+
+
 # -- keyed -------------------------------------------------------------------------------------------------------------
 
 

@@ -288,6 +288,18 @@ def test_attempts_age_and_operations_follow_the_same_order(door: Callable[..., D
     assert age["s"] == pytest.approx(60, abs=1)
 
 
+def test_each_retry_gives_a_job_its_age_anew(door: Callable[..., Door], sql: Sql) -> None:
+    """No more than that: what had passed before an earlier retry is not added."""
+    made = door(Limits(max_age=60))
+    job = made().id
+    for _ in range(2):
+        made.safe.cancel(job, "not now")
+        sql("UPDATE job SET created_at = created_at - interval '1 hour' WHERE id = %s", job)
+        made.safe.retry(job, "once more")
+        (left,) = sql("SELECT extract(epoch FROM gives_up_at - now())::float8 AS s FROM job WHERE id = %s", job)
+        assert left["s"] == pytest.approx(60, abs=10)
+
+
 @pytest.mark.parametrize(
     ("limits", "scope"),
     [

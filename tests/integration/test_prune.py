@@ -52,11 +52,7 @@ def test_what_is_past_its_retention_goes_with_operations_and_log(store: Store, s
 
 def test_a_parked_job_is_never_pruned(store: Store, sql: Sql) -> None:
     actor = Protocol(store)
-    job = actor.accept()
-    claimed = actor.claim(job)
-    assert claimed is not None
-    actor.intent(claimed)
-    actor.leave(claimed)
+    actor.parked()
     sql("ALTER TABLE job DISABLE TRIGGER USER")
     sql("UPDATE job SET created_at = created_at - interval '1 year'")
     sql("ALTER TABLE job ENABLE TRIGGER USER")

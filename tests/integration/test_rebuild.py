@@ -48,7 +48,8 @@ def intend(shop: Shop, lease: Lease, **changed: Any) -> None:
     values: dict[str, Any] = {
         "key": f"{lease.job}:1", "step": "1", "ordinal": 1, "effect": "rebuild.pay", "keyed": False,
         "repeatable": False, "whole_body": False, "args": "{}", "args_digest": "args", "deadline": 60.0, "lag": 0.0,
-        "idempotent_for": None, "has_lookup": True, "if_unknown": "park", "detached": False, "deadline_is_proof": False,
+        "idempotent_for": None, "has_lookup": True, "if_unknown": "park", "detached": False,
+        "deadline_kills": True, "deadline_is_proof": False,
     }  # fmt: skip
     assert shop.safe.store.intent(lease, Intent(**{**values, **changed}), uuid4(), "process", lambda: False)[0]
 

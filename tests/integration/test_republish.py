@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import psycopg
 import pytest
 
 from celery_safe_effects.engine.republish import Depth, Republisher
@@ -12,6 +13,7 @@ from celery_safe_effects.glue.held import Held, Report
 from celery_safe_effects.store.hot import Row, Store
 from tests.support.protocol import Protocol, make_store
 from tests.support.services import Sql
+from tests.support.shop import Shop
 
 EVERY = 0.02
 """Seconds between two sweeps."""
@@ -124,6 +126,28 @@ def test_what_left_the_queue_and_is_nowhere_is_lost(lab: Lab) -> None:
     assert lab.sweeps() == ids(41, 45)
     assert lab.counted == {"lost": 5}
     assert lab.sweeps() == []  # they are in the queue again, at its end
+
+
+@pytest.mark.parametrize("by", ["commit", "sweep"])
+def test_what_is_due_goes_out_as_it_was_accepted(
+    shops: Callable[..., Shop], dsn: str, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """An update returns its rows in any order; here in the worst."""
+    shop = shops()
+    rows = shop.safe.store.rows
+
+    def upside_down(statement: str, /, **params: Any) -> list[Row]:
+        found = rows(statement, **params)
+        return found[::-1] if statement == "DUE" else found
+
+    monkeypatch.setattr(shop.safe.store, "rows", upside_down)
+    with psycopg.connect(dsn) as connection:
+        found = shop.safe.enqueue_many([shop.bill.s(n) for n in range(20)], transaction=connection)
+    if by == "sweep":
+        shop.safe.sweep()
+    else:
+        shop.safe.publisher.deliver_now(*(str(one.job_id) for one in found))
+    assert [body[0] for _, body in shop.messages()] == [[n] for n in range(20)]
 
 
 def test_a_broker_that_lost_everything(lab: Lab) -> None:

@@ -136,9 +136,18 @@ def assert_invariants(sql: Sql, provider: Provider) -> None:
         sql: queries.
         provider: the judge.
     """
-    jobs = {row["id"]: row for row in sql("SELECT * FROM jobs")}
-    operations = {row["key"]: row for row in sql("SELECT * FROM operations")}
-    transitions = sql("SELECT * FROM transitions ORDER BY id")
+
+    def looked() -> tuple[dict[str, Record], dict[str, Record], list[Record]] | None:
+        before = sql("SELECT max(id) AS last FROM transitions")
+        jobs = {row["id"]: row for row in sql("SELECT * FROM jobs")}
+        operations = {row["key"]: row for row in sql("SELECT * FROM operations")}
+        transitions = sql("SELECT * FROM transitions ORDER BY id")
+        still = before == sql("SELECT max(id) AS last FROM transitions")
+        return (jobs, operations, transitions) if still else None
+
+    seen = eventually(looked, message="nothing moves while it is looked at")
+    assert seen is not None
+    jobs, operations, transitions = seen
     _check_log(jobs, operations, transitions)
     _check_jobs(jobs, operations)
     _check_counters(sql, operations)

@@ -208,6 +208,8 @@ class Events:
         with site.app.connection_for_read() as connection:
             receiver = site.app.events.Receiver(connection, handlers={"*": self.seen.append})
             with receiver.consumer_context() as (own, _, _):
+                with suppress(TimeoutError):
+                    own.drain_events(timeout=0.2)  # Redis is asked for events at the first look
                 self._ready.set()
                 while not self._over.is_set():
                     with suppress(TimeoutError):

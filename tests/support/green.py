@@ -76,7 +76,7 @@ shared = store()
 found["deadline"] = timed(shared, 30)
 found["others ran"] = ticks > 8
 # Two connections for four: two wait their turn, and get it; who waits too long is told what to change.
-found["turns"] = all_at_once(*[lambda: timed(shared, 0.3)] * 4)
+found["turns"] = all_at_once(*[lambda: timed(shared, 0.15)] * 4)
 with shared.connections.connection(), shared.connections.connection():
     found["too long"] = timed(shared, 0)
 found["free again"] = all_at_once(*[lambda: timed(shared, 0)] * 3)
@@ -87,7 +87,7 @@ if KIND in ("gevent", "eventlet"):
     victim = library.spawn(lambda: shared.rows("SLEEP", seconds=0.45))
     time.sleep(0.15)
     victim.kill()
-    found["after a kill"] = all_at_once(*[lambda: timed(shared, 0.3)] * 2)
+    found["after a kill"] = all_at_once(*[lambda: timed(shared, 0.15)] * 2)
 
 # A thread of the system: the same deadline, also while nobody here gives way.
 answers: list[str] = []

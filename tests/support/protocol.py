@@ -94,6 +94,7 @@ class Protocol:
             "has_lookup": True,
             "if_unknown": "park",
             "detached": False,
+            "deadline_kills": True,
             "deadline_is_proof": False,
         }
         live, row = self.store.intent(claimed.lease, Intent(**{**values, **changed}), nonce, "process", lambda: False)
@@ -159,6 +160,15 @@ class Protocol:
             wish=wish,
             **{**params, **changed},
         )
+
+    def parked(self) -> str:
+        """A job that is parked with an open question; its id."""
+        job = self.accept()
+        claimed = self.claim(job)
+        assert claimed is not None
+        self.intent(claimed)
+        self.leave(claimed)
+        return job
 
     def sweep(self) -> list[Row]:
         """Release or park what ran out."""

@@ -40,9 +40,8 @@ class Shop:
         self.queue = f"shop-{uuid4()}"  # all memory transports are one
         self.app.conf.update(
             safe_effects_database_url=database_url,
-            safe_effects_max_payload=100_000,
             task_default_queue=self.queue,
-            **conf,
+            **{"safe_effects_max_payload": 100_000, **conf},
         )
         self.safe = SafeEffects(self.app)
 

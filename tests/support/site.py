@@ -114,6 +114,7 @@ def site(
             importlib.import_module(name).add_tasks(app)
         worker = stack.enter_context(start("site", **site_worker))
         yield Site(app, conf, sql, provider, module_broker, worker, start)
+        worker.kill()
         assert_invariants(sql, provider)
 
 

@@ -178,7 +178,7 @@ def create_app(conf: Mapping[str, Any]) -> Celery:
             rounds += sum(range(1000)) > 0
         return rounds
 
-    from tests.support import async_tasks, bad_tasks, fault_tasks, faults2, faults3, pool_tasks
+    from tests.support import async_tasks, bad_tasks, fault_tasks, faults2, faults3, point_tasks, pool_tasks
 
     fault_tasks.add_tasks(app)
     bad_tasks.add_tasks(app)
@@ -186,6 +186,7 @@ def create_app(conf: Mapping[str, Any]) -> Celery:
     faults3.add_tasks(app)
     pool_tasks.add_tasks(app)
     async_tasks.add_tasks(app)
+    point_tasks.add_tasks(app)
 
     @app.task(shared=False, name="tests.plain")
     def plain(value: Any = None) -> Any:

@@ -51,6 +51,9 @@ def version(pin: Requirement) -> Version:
     return Version(one.version)
 
 
+PEERS = sorted(ROOT.glob("tests/bench/systems/*_peer.py"))
+
+
 @pytest.mark.parametrize("path", [matrix.LOCK, matrix.LOWEST], ids=lambda path: path.name)
 @pytest.mark.parametrize("wanted", DIRECT, ids=str)
 def test_the_files_of_versions_are_up_to_date(wanted: Requirement, path: Path) -> None:
@@ -79,10 +82,21 @@ def test_what_is_imported_is_locked() -> None:
         *ROOT.glob("celery_safe_effects/**/*.py"),
         *ROOT.glob("example_project/*.py"),
     ):
+        if path in PEERS:
+            continue
         for name in imported(ast.parse(path.read_text())) - OURS - sys.stdlib_module_names:
             if not {one.lower().replace("_", "-") for one in places.get(name) or [name]} & pins(matrix.LOCK).keys():
                 missing[name] = str(path.relative_to(ROOT))
     assert missing == {}
+
+
+def test_what_the_benchmarks_peers_import_is_pinned() -> None:
+    """They run in an environment of their own."""
+    pinned = {line.partition("==")[0] for line in (ROOT / "tests/bench/peers.txt").read_text().splitlines()}
+    for path in PEERS:
+        found = imported(ast.parse(path.read_text())) - sys.stdlib_module_names - {"work", "psycopg"}
+        assert len(found) == 1
+        assert {name.replace("_", "-") for name in found} <= pinned
 
 
 def imported(tree: ast.AST) -> set[str]:

@@ -143,3 +143,10 @@ def test_links_lead_somewhere() -> None:
         if not (page.parent / target).exists()
     ]
     assert dead == []
+
+
+def test_the_exit_statuses_are_those_of_all_commands() -> None:
+    from celery_safe_effects.cli import safe_effects
+
+    rows = _table(ROOT / "docs" / "cli.md", "<!-- exit statuses -->")
+    assert {row[0] for row in rows} == set(safe_effects.commands)
