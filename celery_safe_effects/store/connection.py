@@ -117,6 +117,21 @@ class DeadlineConnection(psycopg.Connection[Any]):
 
     _waiting = staticmethod(_waiting)
 
+    def ended(self) -> bool:
+        """Whether it is of no use any more, as far as this side has heard: asks the socket, not the server.
+
+        To be asked of an idle connection, which hears nothing but a farewell. That of a server which vanished without
+        one is found by the next statement.
+        """
+        heard = _waiting_natively(self.pgconn.socket) if not self.closed else None
+        while heard is not None and heard(READ, 0):
+            try:
+                self.pgconn.consume_input()
+            except psycopg.OperationalError:
+                self.close()
+                heard = None
+        return self.closed
+
     def _give_up(self) -> None:
         self._cancel_statement()
         self.pgconn.finish()
@@ -265,10 +280,8 @@ class Connections:
                 "safe_effects_max_connections, or lower the worker's concurrency"
             )
         try:
-            with self._lock:
-                conn = self._idle.pop() if self._idle else None
-                closings = self._closings
-            if conn is None or conn.closed:
+            conn, closings = self._take()
+            if conn is None:
                 conn = self.opener.open()
             try:
                 yield conn
@@ -284,6 +297,15 @@ class Connections:
                         conn.close()
         finally:
             slots.release()
+
+    def _take(self) -> tuple[DeadlineConnection | None, int]:
+        """An idle connection that has not ended, if there is one, and how often the pool was closed before."""
+        while True:
+            with self._lock:
+                conn = self._idle.pop() if self._idle else None
+                closings = self._closings
+            if conn is None or not conn.ended():
+                return conn, closings
 
     def close(self) -> None:
         """Close the connections of this process: idle ones now, borrowed ones when they are given back."""
@@ -316,7 +338,7 @@ class OwnConnection:
         Raises:
             StoreUnavailable: when it cannot be made.
         """
-        if self._conn is None or self._pid != os.getpid() or self._conn.closed or self._conn.broken:
+        if self._conn is None or self._pid != os.getpid() or self._conn.ended():
             self._pid = os.getpid()
             self._conn = None
             self._conn = self.opener.open(natively=True)

@@ -580,16 +580,15 @@ END $$;
 
 -- Triggers name the columns that they look at: PostgreSQL reads the conditions of all others anew in each statement, and
 -- these take longer than to write the row.
-CREATE FUNCTION {schema}.job_keys_stay() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION {schema}.never_changes() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    IF (NEW.id, NEW.tenant, NEW.idempotency_key) IS DISTINCT FROM (OLD.id, OLD.tenant, OLD.idempotency_key) THEN
-        RAISE EXCEPTION 'the keys of job % never change', OLD.id USING ERRCODE = 'SE001';
-    END IF;
-    RETURN NEW;
+    RAISE EXCEPTION '% of % % never change', TG_ARGV[1], TG_TABLE_NAME, to_jsonb(OLD) ->> TG_ARGV[0]
+        USING ERRCODE = 'SE001';
 END $$;
 
 CREATE TRIGGER job_keys_stay BEFORE UPDATE OF id, tenant, idempotency_key ON {schema}.job FOR EACH ROW
-    EXECUTE FUNCTION {schema}.job_keys_stay();
+    WHEN ((NEW.id, NEW.tenant, NEW.idempotency_key) IS DISTINCT FROM (OLD.id, OLD.tenant, OLD.idempotency_key))
+    EXECUTE FUNCTION {schema}.never_changes('id', 'the keys');
 
 CREATE FUNCTION {schema}.job_before_update() RETURNS trigger LANGUAGE plpgsql
 SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$
@@ -762,16 +761,9 @@ END $$;
 CREATE TRIGGER job_before_delete BEFORE DELETE ON {schema}.job FOR EACH ROW
     EXECUTE FUNCTION {schema}.job_before_delete();
 
-CREATE FUNCTION {schema}.operation_key_stays() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    IF (NEW.key, NEW.effect, NEW.first_intent_at) IS DISTINCT FROM (OLD.key, OLD.effect, OLD.first_intent_at) THEN
-        RAISE EXCEPTION 'key, effect and first intent of operation % never change', OLD.key USING ERRCODE = 'SE001';
-    END IF;
-    RETURN NEW;
-END $$;
-
 CREATE TRIGGER operation_key_stays BEFORE UPDATE OF key, effect, first_intent_at ON {schema}.operation FOR EACH ROW
-    EXECUTE FUNCTION {schema}.operation_key_stays();
+    WHEN ((NEW.key, NEW.effect, NEW.first_intent_at) IS DISTINCT FROM (OLD.key, OLD.effect, OLD.first_intent_at))
+    EXECUTE FUNCTION {schema}.never_changes('key', 'key, effect and first intent');
 
 CREATE FUNCTION {schema}.operation_before_update() RETURNS trigger LANGUAGE plpgsql
 SECURITY DEFINER SET search_path = {schema}, pg_temp AS $$

@@ -1,0 +1,71 @@
+"""The connections of a process: one that ended while nobody used it is found before a statement is sent on it."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from celery_safe_effects.store.connection import Connections, DeadlineConnection, OwnConnection
+from celery_safe_effects.testing import eventually
+from tests.support.pgbouncer import PgBouncer
+from tests.support.services import Sql
+
+HOW: dict[str, Any] = {"statement_timeout": 5.0, "prepare": "detected"}
+
+
+@pytest.fixture(params=["pooled", "own"])
+def connections(request: pytest.FixtureRequest, dsn: str) -> Iterator[Connections | OwnConnection]:
+    made = OwnConnection(dsn, **HOW) if request.param == "own" else Connections(dsn, limit=lambda: 3, **HOW)
+    yield made
+    made.close()
+
+
+def number_of(connection: DeadlineConnection) -> int:
+    (pid,) = connection.execute("SELECT pg_backend_pid()").fetchone() or (0,)
+    return int(pid)
+
+
+def used(connections: Connections | OwnConnection) -> list[int]:
+    """Have as many as there may be, all of them used and given back."""
+    with contextlib.ExitStack() as stack:
+        return [
+            number_of(stack.enter_context(connections.connection()))
+            for _ in range(connections.limit if isinstance(connections, Connections) else 1)
+        ]
+
+
+def test_a_server_that_ended_idle_connections_costs_no_statement(
+    connections: Connections | OwnConnection, sql: Sql
+) -> None:
+    """A restart of the server, a fail-over, an administrator: whoever comes next does not hear of it."""
+    before = used(connections)
+    for pid in before:
+        sql("SELECT pg_terminate_backend(%s)", pid)
+    eventually(lambda: not sql("SELECT FROM pg_stat_activity WHERE pid = ANY (%s)", before), 10)
+    assert not set(used(connections)) & set(before)
+
+
+def test_what_a_server_says_by_the_way_ends_no_connection(connections: Connections | OwnConnection, sql: Sql) -> None:
+    """There is something to read then, and the connection is as good as before."""
+    used(connections)
+    with connections.connection() as connection:
+        before = number_of(connection)
+        connection.execute("LISTEN word")
+        socket = connection.fileno()
+    sql("NOTIFY word, 'by the way'")
+    assert select.select([socket], [], [], 10)[0], "nothing came"
+    with connections.connection() as connection:
+        assert number_of(connection) == before
+
+
+def test_sessions_behind_a_pooler_are_left_as_they_are(dsn: str, pooler: PgBouncer) -> None:
+    """Whoever gets the session next would find our settings in it."""
+    connections = Connections(pooler.through(dsn), limit=lambda: 1, **HOW)
+    with connections.connection() as connection:
+        assert connection.execute("SHOW plan_cache_mode", prepare=False).fetchone() == ("auto",)
+        assert connection.pooled
+    connections.close()
