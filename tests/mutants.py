@@ -65,16 +65,16 @@ MUTANTS = (
     Mutant(
         "claim: only of a queued row",
         STATEMENTS,
-        "WHERE j.id = %(id)s AND j.status || '' = 'queued' AND j.generation = %(generation)s\n       AND set_config",
+        "WHERE j.id = %(id)s AND j.status || '' = 'queued' AND j.generation = %(generation)s\n   AND set_config",
         "WHERE j.id = %(id)s AND j.status IN ('queued', 'leased', 'running') AND j.generation = %(generation)s\n"
-        "       AND set_config",
+        "   AND set_config",
         (*JOBS, *GUARDS),
     ),
     Mutant(
         "claim: generation",
         STATEMENTS,
-        "AND j.status || '' = 'queued' AND j.generation = %(generation)s\n       AND set_config",
-        "AND j.status || '' = 'queued'\n       AND set_config",
+        "AND j.status || '' = 'queued' AND j.generation = %(generation)s\n   AND set_config",
+        "AND j.status || '' = 'queued'\n   AND set_config",
         (EXACT, "tests/integration/test_replace.py"),
     ),
     Mutant(
@@ -104,16 +104,16 @@ MUTANTS = (
     Mutant(
         "claim: not before its time",
         STATEMENTS,
-        "       AND (j.run_after IS NULL OR j.run_after <= clock_timestamp())\n",
+        "   AND (j.run_after IS NULL OR j.run_after <= clock_timestamp())\n",
         "",
         (*JOBS, *RETRIES, "tests/faults/test_fault_02.py"),
     ),
     Mutant(
         "claim: expiry and age",
         STATEMENTS,
-        "       AND (j.run_after IS NULL OR j.run_after <= clock_timestamp())\n"
-        "       AND coalesce(LEAST(j.expires_at, j.gives_up_at) > clock_timestamp(), true)\n",
-        "       AND (j.run_after IS NULL OR j.run_after <= clock_timestamp())\n",
+        "   AND (j.run_after IS NULL OR j.run_after <= clock_timestamp())\n"
+        "   AND coalesce(LEAST(j.expires_at, j.gives_up_at) > clock_timestamp(), true)\n",
+        "   AND (j.run_after IS NULL OR j.run_after <= clock_timestamp())\n",
         (*JOBS, *LIMITS),
     ),
     Mutant(

@@ -300,8 +300,7 @@ class Execution:
             if body is not None:
                 params |= what_ends_it(body, armed)
             try:
-                rows = self.store.send(statement, params, sent)
-                return rows[0] if rows else None, sent.at
+                return self.store.claim(statement, params, sent), sent.at
             except (*STORE_ERRORS, *RETRYABLE) as exc:
                 if self.mark is not None and not isinstance(exc, RETRYABLE):
                     raise _PutOff from exc

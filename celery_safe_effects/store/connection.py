@@ -93,6 +93,7 @@ class DeadlineConnection(psycopg.Connection[Any]):
 
     statement_timeout: float = 5.0
     pooled: bool = False
+    _hears: _Wait | None = None
 
     def wait(self, gen: Generator[Any, Any, R], interval: float = 0.0, timeout: float | None = None) -> R:
         """As psycopg's, but never longer than the statement timeout."""
@@ -123,13 +124,13 @@ class DeadlineConnection(psycopg.Connection[Any]):
         To be asked of an idle connection, which hears nothing but a farewell. That of a server which vanished without
         one is found by the next statement.
         """
-        heard = _waiting_natively(self.pgconn.socket) if not self.closed else None
-        while heard is not None and heard(READ, 0):
+        if self._hears is None and not self.closed:
+            self._hears = _waiting_natively(self.pgconn.socket)
+        while not self.closed and self._hears is not None and self._hears(READ, 0):
             try:
                 self.pgconn.consume_input()
             except psycopg.OperationalError:
                 self.close()
-                heard = None
         return self.closed
 
     def _give_up(self) -> None:

@@ -21,6 +21,7 @@ from .. import faults
 from ..address import quote_schema
 from ..config import Config
 from ..errors import ConfigurationError, PermissionMissing, SchemaMismatch, StoreUnavailable
+from ..states import JobStatus
 from . import grants, migrate, statements
 from .connection import Connections, DeadlineConnection, OwnConnection
 from .enlist import Enlisted
@@ -277,6 +278,24 @@ class Store:
     def row(self, statement: str, /, **params: Any) -> Row | None:
         """Run a statement once and return its first row."""
         found = self.rows(statement, **params)
+        return found[0] if found else None
+
+    def claim(self, statement: str, params: dict[str, Any], sending: Callable[[], None] | None = None) -> Row | None:
+        """Claim a job; may be repeated with the same token.
+
+        Arguments:
+            statement, params, sending: as for :meth:`send`.
+
+        Returns:
+            what a run needs of the row that is now running under the token; where it is not, the whole row as it is,
+            which is also one's own after a lost reply; ``None`` without one.
+
+        Raises:
+            as :meth:`send`.
+        """
+        found = self.send(statement, params, sending)
+        if not found or found[0].status != JobStatus.RUNNING:
+            found = self.rows("CLAIMED", id=params["id"])
         return found[0] if found else None
 
     def insist(

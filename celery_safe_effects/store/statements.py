@@ -314,36 +314,23 @@ UPDATE {s}.job SET next_publish_at = greatest(clock_timestamp(), run_after), pub
 # 2: a claim takes a new random token and a higher fence, only of a queued row, only on the database's clock; claim and
 # start are two log rows (the trigger's). May be lost by a crash: no later statement then matches. 10: the trigger also
 # decides about limits, under the row's lock; a claim that finds no free slot gives the row back as queued.
-_CLAIM: Final = (
-    """
-WITH c AS (
-    UPDATE {s}.job j
-       SET status = 'running', fence = j.fence + 1, lease_token = %(token)s, lease_owner = %(owner)s,
-           lease_until = clock_timestamp() + %(ttl)s::float8 * interval '1 second', attempts = j.attempts + 1,
-           tried = 0, started_at = coalesce(j.started_at, clock_timestamp()), reason = NULL, actor = %(owner)s
-     WHERE j.id = %(id)s AND j.status || '' = 'queued' AND j.generation = %(generation)s
-       AND set_config('safe_effects.limits', coalesce(%(limits)s, ''), true) IS NOT NULL  -- what take_slots() goes by
-       AND j.args_digest = coalesce(%(digest)s, j.args_digest) AND j.task = coalesce(%(task)s, j.task)
-       AND j.seq = coalesce(%(seq)s, j.seq) AND j.tenant = coalesce(%(tenant)s, j.tenant)
-       AND j.cancel_requested_at IS NULL AND j.attempts < j.max_attempts
-       AND (j.run_after IS NULL OR j.run_after <= clock_timestamp())
-       AND coalesce(LEAST(j.expires_at, j.gives_up_at) > clock_timestamp(), true)
-    RETURNING """
-    + JOB_FACTS
-    + """
-)"""
-)
-CLAIM: Final = (
-    _CLAIM
-    + """
-SELECT c.*, NULL::uuid AS nonce, {async} AS a FROM c
-UNION ALL
-SELECT """
-    + JOB_FACTS
-    + """, NULL::uuid, NULL::text FROM {s}.job j
- WHERE j.id = %(id)s AND NOT EXISTS (SELECT FROM c)
-"""
-)
+_CLAIM: Final = """
+UPDATE {s}.job j
+   SET status = 'running', fence = j.fence + 1, lease_token = %(token)s, lease_owner = %(owner)s,
+       lease_until = clock_timestamp() + %(ttl)s::float8 * interval '1 second', attempts = j.attempts + 1,
+       tried = 0, started_at = coalesce(j.started_at, clock_timestamp()), reason = NULL, actor = %(owner)s
+ WHERE j.id = %(id)s AND j.status || '' = 'queued' AND j.generation = %(generation)s
+   AND set_config('safe_effects.limits', coalesce(%(limits)s, ''), true) IS NOT NULL  -- what take_slots() goes by
+   AND j.args_digest = coalesce(%(digest)s, j.args_digest) AND j.task = coalesce(%(task)s, j.task)
+   AND j.seq = coalesce(%(seq)s, j.seq) AND j.tenant = coalesce(%(tenant)s, j.tenant)
+   AND j.cancel_requested_at IS NULL AND j.attempts < j.max_attempts
+   AND (j.run_after IS NULL OR j.run_after <= clock_timestamp())
+   AND coalesce(LEAST(j.expires_at, j.gives_up_at) > clock_timestamp(), true)
+RETURNING """
+# What a run needs of its row, and no more: each column costs.
+_RUN: Final = """j.id, j.status, j.tenant, j.pool, j.fence, j.lease_token, j.attempts, j.max_attempts, j.retries,
+    j.generation, j.passed, j.new_keys::text AS new_keys, j.slots"""
+CLAIM: Final = _CLAIM + _RUN + ", {async} AS a"
 
 _INTENT_COLUMNS: Final = """(key, job_id, step, ordinal, effect, status, keyed, repeatable, whole_body, fence, nonce,
         process, args, args_digest, deadline, lag, deadline_at, absent_from, idempotent_for, has_lookup, if_unknown,
@@ -378,9 +365,11 @@ _INTENT_AGAIN: Final = """ON CONFLICT (key) DO UPDATE
 _BODY_KEY: Final = "j.id || CASE WHEN j.generation > 0 THEN ':' || j.generation ELSE '' END || ':body'"
 # The same, and the intent of a whole-body effect with it: durable.
 CLAIM_BODY: Final = (
-    _CLAIM
-    + """,
-i AS (
+    "WITH c AS ("
+    + _CLAIM
+    + _RUN
+    + """
+), i AS (
     INSERT INTO {s}.operation AS o """
     + _INTENT_COLUMNS
     + """
@@ -394,14 +383,17 @@ i AS (
     RETURNING o.nonce, o.attempt, o.intent_at, o.deadline_at
 )
 SELECT c.*, i.nonce, i.attempt AS op_attempt, i.intent_at, i.deadline_at FROM c LEFT JOIN i ON true
-UNION ALL
-SELECT """
+"""
+)
+# The row of a claim that moved nothing: another's, or one's own, whose reply was lost.
+CLAIMED: Final = (
+    "SELECT "
     + JOB_FACTS
-    + """, o.nonce, o.attempt, o.intent_at, o.deadline_at
+    + """, o.nonce, o.attempt AS op_attempt, o.intent_at, o.deadline_at
   FROM {s}.job j LEFT JOIN {s}.operation o ON o.key = """
     + _BODY_KEY
     + """ AND o.status = 'intent_recorded'
- WHERE j.id = %(id)s AND NOT EXISTS (SELECT FROM c)
+ WHERE j.id = %(id)s
 """
 )
 

@@ -247,7 +247,8 @@ class CeleryProcess:
         timeout *= patience()
         deadline = time.monotonic() + timeout
         while self._ready_text not in self._fresh_log():
-            if not self.running:
+            # Asked again, since it may have said so and ended between the two looks.
+            if not self.running and self._ready_text not in self._fresh_log():
                 raise AssertionError(f"{self.name} ended with status {self.returncode}:\n{self.log()[-6000:]}")
             if time.monotonic() > deadline:
                 raise AssertionError(f"{self.name} not ready in {timeout:g} s:\n{self.log()[-6000:]}")

@@ -60,7 +60,8 @@ def test_a_claim_is_refused(protocol: Protocol, store: Store, sql: Sql, why: str
     before = snapshot(sql, job_id)
     mark = {"generation": 0, "digest": "digest", "task": None, "seq": None, "tenant": None, **marked}
     token = uuid4()
-    row = store.row("CLAIM", id=job_id, token=token, owner="b@host/1/1", ttl=30.0, limits=None, **mark)
+    lease = {"id": job_id, "token": token, "owner": "b@host/1/1", "ttl": 30.0, "limits": None}
+    row = store.claim("CLAIM", lease | mark)
     assert row is not None
     assert (row.status, row.lease_token) == ("queued", None)
     assert snapshot(sql, job_id) == before
@@ -97,7 +98,8 @@ def test_a_claim_of_a_whole_body_is_refused_alike(protocol: Protocol, store: Sto
     }  # fmt: skip
     mark = {"generation": 0, "digest": "digest", "task": None, "seq": None, "tenant": None}
     token = uuid4()
-    row = store.row("CLAIM_BODY", id=job_id, token=token, owner="b@host/1/1", ttl=30.0, limits=None, **mark, **values)
+    lease = {"id": job_id, "token": token, "owner": "b@host/1/1", "ttl": 30.0, "limits": None}
+    row = store.claim("CLAIM_BODY", lease | mark | values)
     assert row is not None
     assert row.lease_token != token
     assert snapshot(sql, job_id) == before

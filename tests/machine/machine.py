@@ -207,9 +207,9 @@ class Machine(RuleBasedStateMachine):
         mark = {"generation": 0, "digest": job.digest, "task": None, "seq": None, "tenant": job.tenant}
         mark |= {} if wrong is None else {wrong: "other" if wrong == "digest" else 1}
         claim = {"id": job.id, "token": token, "owner": process.name, "ttl": TTL, "limits": LIMITS, **mark}
-        found = self.store.row("CLAIM", **claim)
+        found = self.store.claim("CLAIM", claim)
         if lost_reply:
-            found = self.store.row("CLAIM", **claim)
+            found = self.store.claim("CLAIM", claim)
         assert found is not None
         running = [j for j in self.rows.values() if j["pool"] == "p" and j["status"] == "running"]
         granted = found.lease_token == token and found.status == "running"
