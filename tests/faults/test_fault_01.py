@@ -62,6 +62,7 @@ def stale(sql: Sql) -> int:
 
 def double(broker: Broker, copies: int) -> None:
     """Put copies of the waiting message beside it."""
+    eventually(lambda: broker.depth() == 1, 10, message="the message has arrived")
     with Connection(broker.url) as connection, connection.channel() as channel:
         message = Queue("celery")(channel).get()
         assert message is not None

@@ -20,6 +20,8 @@ from tests.support.services import Sql
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 DUE = 15.0
+LATE = 6.0
+"""Seconds by which a busy machine may start it after its time; a message published again would be later by sixty."""
 TASKS = {"tests.notes": "early", "tests.notes_late": "late"}
 """Both ways of acknowledging, in one worker."""
 
@@ -77,7 +79,7 @@ def test_02_a_job_that_is_due_later_than_the_broker_is_patient(
     for result in sent.values():
         row = wait_status(sql, result.id, "succeeded", timeout=DUE + 15)
         assert (row["attempts"], row["fence"]) == (1, 1)
-        assert row["eta"] <= row["started_at"] <= row["eta"] + timedelta(seconds=2)
+        assert row["eta"] <= row["started_at"] <= row["eta"] + timedelta(seconds=LATE)
         wanted = [
             "job - > queued #0",
             "job queued > leased #1",

@@ -83,7 +83,7 @@ def test_04_a_handler_that_kills_its_own_process(
     assert_ledger(provider, sql, effect.id)
 
     # Nobody can tell what the undeclared body did: parked, and not run again.
-    found = wait_status(sql, body.id, "unknown", timeout=0)
+    wait_status(sql, body.id, "unknown")
     assert_log(
         sql,
         body.id,
@@ -105,5 +105,5 @@ def test_04_a_handler_that_kills_its_own_process(
         ],
     )
     assert provider.received("entered_kills_itself_undeclared") == 1
-    assert body.state == "UNKNOWN"
+    assert eventually(lambda: body.state == "UNKNOWN", 10)
     assert_invariants(sql, provider)

@@ -50,6 +50,7 @@ def stale(sql: Sql) -> int:
 
 def double(broker: Broker) -> None:
     """What waits in the queue is there twice."""
+    eventually(lambda: broker.depth() == 1, 10, message="the message has arrived")
     with Connection(broker.url) as connection, connection.channel() as channel:
         message = Queue("celery")(channel).get(no_ack=True)
         assert message is not None
@@ -79,6 +80,7 @@ def test_fault_05(
         line for line in RUNS if line.startswith(steps)
     ]
     assert len(provider.ledger()) == 1
+    eventually(lambda: stale(sql) == 1, 10, message="the doubled message is counted")
     received = worker.log().count(f"tests.retries_twice_{kind}[{first.id}] received")
     assert received == 3, "the doubled message, and one for the retry"
     assert stale(sql) == 1

@@ -61,7 +61,7 @@ def test_06_killed_between_two_canvases(
     assert len(bodies) == 2
     given = [row["body"]["argument"] for row in provider.ledger(kind="deploy")]
     assert sorted(given) == sorted([repr(list(range(25))), repr(list(range(26, 50)))])
-    assert not sql("SELECT id FROM chord")
+    eventually(lambda: not sql("SELECT id FROM chord"), 10, message="nobody looks after the chord")
 
 
 @EACH_BROKER_AND_ACKS

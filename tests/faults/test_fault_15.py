@@ -161,10 +161,10 @@ def test_fault_15_a_job_that_dies_of_age_is_claimed_meanwhile(
 ) -> None:
     # The claim came through just before the expiry; the sweeper had read the row as queued.
     sql("INSERT INTO job (id, task, args_digest, envelope) VALUES ('dying', 't', 'd', '')")
-    sql("UPDATE job SET expires_at = clock_timestamp() + interval '0.3 seconds' WHERE id = 'dying'")
+    sql("UPDATE job SET expires_at = clock_timestamp() + interval '2 seconds' WHERE id = 'dying'")
     with paused(dsn, sql, store, "SWEEP_DYING", id=None, limit=10, actor="sweeper") as sweep:
         claim(store, "dying", "a")
-        eventually(lambda: sql("SELECT 1 FROM jobs WHERE expires_at < clock_timestamp()"), 5)
+        eventually(lambda: sql("SELECT 1 FROM jobs WHERE expires_at < clock_timestamp()"), 10)
     assert sweep.result() == []
     assert log(sql, "dying") == ["queued", "leased", "running"]
 
@@ -220,10 +220,10 @@ def parked_with_its_question(sql: Sql) -> None:
 def test_fault_36_an_intent_between_the_sweepers_read_and_write(
     store: Store, sql: Sql, dsn: str, lease: dict[str, Any]
 ) -> None:
-    sql("UPDATE job SET lease_until = clock_timestamp() + interval '1 second'")
+    sql("UPDATE job SET lease_until = clock_timestamp() + interval '2 seconds'")
     with paused(dsn, sql, store, "SWEEP_LEASES", **SWEEP) as sweep:
         record_intent(store, lease, uuid4())
-        eventually(lambda: sql("SELECT 1 FROM jobs WHERE lease_until < clock_timestamp()"), 5)
+        eventually(lambda: sql("SELECT 1 FROM jobs WHERE lease_until < clock_timestamp()"), 10)
     (row,) = sweep.result()
     assert row.status == "unknown"
     parked_with_its_question(sql)

@@ -29,16 +29,25 @@ def test_19_a_hard_time_limit_while_the_provider_accepts_late(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, acks_late: bool
 ) -> None:
     provider.control(kind="charge", delay_before=3)
+    provider.control(kind="charge", lookup_status=503)  # open until the test has seen it so
     worker = workers("a", acks_late=acks_late, conf={"worker_proc_alive_timeout": 20})
     errback = app.tasks["tests.errback"]
     late = app.tasks["tests.charge"].apply_async(("cus_1", 500), time_limit=1, link_error=errback.s())
     wait_status(sql, late.id, "unknown", timeout=15)
-    assert provider.ledger() == [], "parked before the provider accepted"
     assert eventually(lambda: late.state == "UNKNOWN", 10)
     # The slot is free: another job runs while the first one is open.
     after = app.tasks["tests.pure"].apply_async((1,))
     wait_status(sql, after.id, "succeeded")
+    assert job(sql, late.id)["status"] == "unknown"
+    (accepted,) = eventually(provider.ledger, 10, message="the provider accepts all the same")
+    (parked,) = sql(
+        "SELECT extract(epoch FROM at)::float8 AS at FROM transitions WHERE operation_key IS NULL"
+        " AND job_id = %s AND to_status = 'unknown'",
+        late.id,
+    )
+    assert parked["at"] < accepted["at"], "parked before the provider accepted"
 
+    provider.control(kind="charge", lookup_status=None)
     wait_status(sql, late.id, "succeeded")
     assert_log(
         sql,

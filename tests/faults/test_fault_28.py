@@ -17,7 +17,7 @@ from tests.support.services import Sql
 
 pytestmark = pytest.mark.faults
 
-LEASE, SWEEP = 2.0, 0.5
+LEASE, SWEEP = 4.0, 0.5
 
 
 @pytest.fixture

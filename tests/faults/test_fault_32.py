@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_safe_effects.testing import RabbitMQServer
+from celery_safe_effects.testing import RabbitMQServer, eventually
 from example_project.provider_client import Provider
 from tests.faults.test_fault_01 import test_01_a_long_job_is_delivered_again_and_again as scenario_01
 from tests.faults.test_fault_14 import SWEEP
@@ -35,16 +35,22 @@ def app_conf(app_conf: dict[str, Any], pooler: PgBouncer) -> dict[str, Any]:
 def assert_pooled(pooler: PgBouncer, sql: Sql) -> None:
     """All of ours went through the pooler, with fewer server connections than clients."""
     (row,) = sql("SELECT current_database() AS name")
-    (pool,) = [pool for pool in pooler.show("POOLS") if pool["database"] == row["name"]]
-    servers = sum(int(pool[name]) for name in ("sv_active", "sv_idle", "sv_used"))
-    clients = sum(int(pool[name]) for name in ("cl_active", "cl_waiting"))
-    assert pool["pool_mode"] == "transaction"
-    assert 0 < servers <= 2 < clients
-    ours = sql(
-        "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
-        " AND application_name = 'celery-safe-effects'"
-    )
-    assert len(ours) <= servers
+
+    def pooled() -> bool:
+        (pool,) = [pool for pool in pooler.show("POOLS") if pool["database"] == row["name"]]
+        servers = sum(int(pool[name]) for name in ("sv_active", "sv_idle", "sv_used"))
+        clients = sum(int(pool[name]) for name in ("cl_active", "cl_waiting"))
+        assert pool["pool_mode"] == "transaction"
+        assert 0 < servers <= 2 < clients
+        ours = sql(
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
+            " AND application_name = 'celery-safe-effects'"
+        )
+        assert len(ours) <= servers
+        return True
+
+    # The pooler opens and checks connections between two looks.
+    eventually(pooled, 10)
 
 
 class TestDeliveredAgain:

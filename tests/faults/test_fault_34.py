@@ -110,7 +110,7 @@ def test_fault_34_a_fallback_in_doubt_leaves_the_primary_alone(
 ) -> None:
     # Killed in the fallback's call: that one is in doubt, and the primary stays proven not to have happened.
     primary_proxy.refuse()
-    provider.control(kind="fallback", delay_before=1, times=1)
+    provider.control(kind="fallback", delay_before=2, times=1)
     first = workers("a")
     url = f"http://{primary_proxy.host}:{primary_proxy.port}"
     job_id = app.tasks["tests.with_fallback"].delay(url, "gate").id
@@ -119,7 +119,7 @@ def test_fault_34_a_fallback_in_doubt_leaves_the_primary_alone(
     primary_proxy.accept()
     workers("b")
     becomes(sql, job_id, "unknown")
-    eventually(lambda: ledger(provider), 5, message="the fallback is accepted")
+    eventually(lambda: ledger(provider), 10, message="the fallback is accepted")
     assert provider.received("primary") == 0
     (row,) = ledger(provider)
     app.safe_effects.resolve(f"{job_id}:2", Happened(row["ref"]), "ann", "seen in the provider's ledger")

@@ -80,11 +80,13 @@ def test_fault_37_an_old_snapshot_of_the_broker_after_pruning(
     tmp_path: Path,
 ) -> None:
     jobs = [app.tasks["tests.charge"].delay("cus_1", n).id for n in range(3)]
+    eventually(lambda: broker.depth() == len(jobs), 10, message="the messages have arrived")
     restore = snapshot(broker, tmp_path)
     worker = workers("a")
     for job_id in jobs:
         becomes(sql, job_id, "succeeded")
     assert len(ledger(provider)) == 3
+    eventually(lambda: not sql("SELECT 1 FROM jobs WHERE settled_at IS NULL"), 10, message="Celery was told")
     worker.kill()
     assert prune(app_conf) == 3
 

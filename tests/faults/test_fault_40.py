@@ -18,7 +18,7 @@ from tests.support.services import Sql
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
-TRIES = 2
+TRIES = 3
 
 
 @pytest.fixture

@@ -45,19 +45,29 @@ structured_timeout: Any = getattr(asyncio, "timeout", None)
 
 
 @contextlib.contextmanager
-def limit(seconds: float, exc: type[BaseException] = SoftTimeLimitExceeded) -> Iterator[None]:
-    """Raise in the main thread after some time, as Celery's soft limit does."""
+def limit(exc: type[BaseException] = SoftTimeLimitExceeded) -> Iterator[None]:
+    """Raise in the main thread soon after `near_the_limit`, as Celery's soft limit does."""
 
     def strike(signum: int, frame: Any) -> None:
         raise exc
 
     before = signal.signal(signal.SIGALRM, strike)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def near_the_limit() -> None:
+    """The limit of `limit` strikes in a moment."""
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+
+
+async def long(op: Any = None) -> None:
+    """Take longer than the limit allows."""
+    near_the_limit()
+    await asyncio.sleep(30)
 
 
 @contextlib.contextmanager
@@ -332,7 +342,6 @@ def test_named_steps_overlap_and_unnamed_ones_need_a_name(lab: Lab) -> None:
         await asyncio.sleep(0)
         with pytest.raises(StepNameRequired):
             await a(10)
-        together.reset()
         await asyncio.gather(a.step("other")(8), a.step("third")(7), first)
         return [outcome.ref for outcome in done]
 
@@ -344,14 +353,19 @@ def test_named_steps_overlap_and_unnamed_ones_need_a_name(lab: Lab) -> None:
 @structured
 def test_an_unknown_in_a_task_group_parks_though_it_comes_in_a_group(lab: Lab) -> None:
     a, b = lab.async_effect("a"), lab.async_effect("b")
-    lab.behaviour["a"] = ValueError("?")
-    lab.behaviour["b"] = lambda op: asyncio.sleep(30)
+    begun = asyncio.Event()
+
+    async def slowly(op: Any) -> None:
+        begun.set()
+        await asyncio.sleep(30)
+
+    lab.behaviour |= {"a": ValueError("?"), "b": slowly}
 
     async def body(self: Any) -> Any:
         with contextlib.suppress(BaseException):
             async with structured_group() as group:
                 group.create_task(b.step("slow")())
-                await asyncio.sleep(0.2)
+                await begun.wait()
                 group.create_task(a.step("bad")())
         with contextlib.suppress(OutcomeUnknown):
             await b.step("later")()
@@ -370,7 +384,7 @@ def test_a_timeout_around_an_effect_is_unknown(lab: Lab) -> None:
 
     async def body(self: Any) -> Any:
         try:
-            async with structured_timeout(0.3):
+            async with structured_timeout(1):
                 await a()
         except TimeoutError:
             return (await fallback()).ref
@@ -400,7 +414,7 @@ def test_a_call_that_was_cancelled_before_it_began_did_not_happen(
                 return (await fallback()).ref if goes_on else "given up"
 
     task = lab.task(body, effects=[a, fallback])
-    with slow(lab, monkeypatch, "INTENT", 0.6):
+    with slow(lab, monkeypatch, "INTENT", 1.5):
         job = lab.run(task)
     assert lab.calls == []
     assert lab.operations(job) == {"1": "not_happened"}
@@ -429,7 +443,7 @@ def test_a_cancellation_waits_for_the_statement_that_is_under_way(
             await calling
         return [calling.cancelled(), len(lab.calls)]
 
-    with slow(lab, monkeypatch, statement, 0.5) as begun:
+    with slow(lab, monkeypatch, statement, 1) as begun:
         job = lab.run(lab.task(body, effects=[a]))
     assert lab.row(job)["result"] == [True, int(statement == "OUTCOME")]
     assert lab.operations(job) == {"1": "not_happened" if statement == "INTENT" else "outcome_confirmed"}
@@ -454,11 +468,11 @@ def test_statements_do_not_block_the_loop(lab: Lab, monkeypatch: pytest.MonkeyPa
         await self.job.acheckpoint()
         ticking.cancel()
 
-    with slow(lab, monkeypatch, "", 0.4):
+    with slow(lab, monkeypatch, "", 0.8):
         job = lab.run(lab.task(body, effects=[a]))
     assert lab.status(job) == "succeeded"
-    assert len(gaps) > 30, "three statements of 0.4 s each"
-    assert max(gaps) < 0.3
+    assert len(gaps) > 30, "three statements of 0.8 s each"
+    assert max(gaps) < 0.7
 
 
 def test_calls_in_flight_when_the_body_fails_are_waited_for(lab: Lab) -> None:
@@ -468,7 +482,7 @@ def test_calls_in_flight_when_the_body_fails_are_waited_for(lab: Lab) -> None:
     later: list[BaseException] = []
 
     async def slowly(op: Any) -> Any:
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1)
         return Outcome("done")
 
     lab.behaviour["b"] = slowly
@@ -616,7 +630,7 @@ def test_aconfirm_commits_the_outcome_with_the_users_own_rows(
 
 def test_a_soft_limit_in_an_effect_parks(lab: Lab) -> None:
     a, b = lab.async_effect("a"), lab.async_effect("b")
-    lab.behaviour["a"] = lambda op: asyncio.sleep(30)
+    lab.behaviour["a"] = long
 
     async def body(self: Any) -> Any:
         try:
@@ -626,16 +640,16 @@ def test_a_soft_limit_in_an_effect_parks(lab: Lab) -> None:
                 await b()
 
     started = time.monotonic()
-    with limit(0.5):
+    with limit():
         job = lab.run(lab.task(body, effects=[a, b]))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert (lab.status(job), lab.operations(job)) == ("unknown", {"1": "unknown"})
     assert [name for name, _ in lab.calls] == ["a"]
 
 
 def test_a_soft_limit_cancels_the_calls_that_the_body_left_behind(lab: Lab) -> None:
     a = lab.async_effect("a")
-    lab.behaviour["a"] = lambda op: asyncio.sleep(30)
+    lab.behaviour["a"] = long
     left: list[Any] = []
 
     async def body(self: Any) -> Any:
@@ -643,7 +657,7 @@ def test_a_soft_limit_cancels_the_calls_that_the_body_left_behind(lab: Lab) -> N
         await asyncio.sleep(30)
 
     started = time.monotonic()
-    with limit(0.5):
+    with limit():
         job = lab.run(lab.task(body, effects=[a]))
     assert time.monotonic() - started < loop.GRACE
     assert (lab.status(job), lab.operations(job)) == ("unknown", {"left": "unknown"})
@@ -675,13 +689,13 @@ def test_a_soft_limit_between_effects_is_the_bodys_end_unless_it_returns(lab: La
     async def body(self: Any) -> Any:
         await a()
         try:
-            await asyncio.sleep(30)
+            await long()
         except asyncio.CancelledError:
             if not handled:
                 raise
             return (await a()).ref
 
-    with limit(0.5):
+    with limit():
         job = lab.run(lab.task(body, effects=[a]))
     row = lab.row(job)
     if handled:
@@ -693,12 +707,12 @@ def test_a_soft_limit_between_effects_is_the_bodys_end_unless_it_returns(lab: La
 def test_a_shutdown_puts_the_job_back(lab: Lab) -> None:
     async def body(self: Any) -> Any:
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(30)
+            await long()
         return "handled"
 
     task = lab.task(body, effects=[])
     job = str(uuid4())
-    with limit(0.5, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with limit(KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         lab.run(task, job=job)
     assert (lab.status(job), lab.row(job)["reason"]) == ("queued", "stopped")
 
@@ -709,19 +723,21 @@ def test_a_body_that_blocks_is_given_up_and_none_of_its_effects_starts_later(
     monkeypatch.setattr(loop, "GRACE", 0.3)
     a = lab.async_effect("a")
     later: list[BaseException] = []
+    awake: list[bool] = []
 
     async def body(self: Any) -> Any:
-        time.sleep(2)  # noqa: ASYNC251
+        near_the_limit()
+        time.sleep(3)  # noqa: ASYNC251
+        awake.append(True)
         try:
             await a()
         except BaseException as exc:
             later.append(exc)
             raise
 
-    started = time.monotonic()
-    with limit(0.3):
+    with limit():
         job = lab.run(lab.task(body, effects=[a]))
-    assert time.monotonic() - started < 1.8
+    assert awake == [], "it was not waited for"
     assert lab.status(job) == "failed"
     assert eventually(lambda: later, 10)
     assert isinstance(later[0], (NoActiveJob, asyncio.CancelledError))
@@ -797,7 +813,7 @@ def test_an_async_lookup_and_one_that_hangs(lab: Lab) -> None:
     good, bad = (lab.run(lab.task(self_calls(one), effects=[one])) for one in (a, b))
     started = time.monotonic()
     results = lab.reconcile()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert results == {"outcome_confirmed": 1, "unresolved": 1}
     assert lab.operations(good) == {"1": "outcome_confirmed"}
     assert lab.operations(bad) == {"1": "unknown"}

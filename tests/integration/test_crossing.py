@@ -20,6 +20,9 @@ from sqlalchemy.orm import Session
 
 from celery_safe_effects import AdmissionRejected, Limits
 from celery_safe_effects.errors import StoreUnavailable
+from celery_safe_effects.glue import acceptance
+from celery_safe_effects.testing import eventually
+from celery_safe_effects.testing.process import patience
 from tests.support.services import Sql
 from tests.support.shop import Shop
 
@@ -129,7 +132,7 @@ def test_crossing_tenants_and_keys_many_times(business: Business, shop: Shop, sq
         start = time.monotonic()
         accepted += sum(together(partial(caller, "AB", "one", turn), partial(caller, "BA", "two", turn)))
         longest = max(longest, time.monotonic() - start)
-    assert longest < 3, "nobody waits for the other's end"
+    assert longest < 10, "nobody waits for the other's end"
     assert set(busy) == {"idempotency_key_busy"}, "the crossing keys met"
     assert accepted >= rounds * 2
     assert sql("SELECT sum(n) AS n FROM public.stock") == [{"n": rounds * 4}], "each transaction committed"
@@ -188,8 +191,8 @@ def test_twenty_open_callers_of_one_tenant_with_keys_and_limits(
     """Each has a key of its own and asks for one that all want; others without a transaction ask for it meanwhile."""
     narrow = shops(safe_effects_limits=Limits(tenant_queued=15), safe_effects_max_connections=30)
     over = threading.Event()
-    begun: list[float] = []
-    barrier = threading.Barrier(20, lambda: begun.append(time.monotonic()), timeout=30)
+    times: list[float] = []
+    barrier, inside = (threading.Barrier(20, lambda: times.append(time.monotonic()), timeout=30) for _ in range(2))
 
     def caller(number: int) -> list[str]:
         told = []
@@ -201,6 +204,7 @@ def test_twenty_open_callers_of_one_tenant_with_keys_and_limits(
                     told.append("accepted")
                 except AdmissionRejected as exc:
                     told.append(exc.reason)
+            inside.wait()  # each has its answers while all others are open
             time.sleep(3)
         return told
 
@@ -214,11 +218,11 @@ def test_twenty_open_callers_of_one_tenant_with_keys_and_limits(
         try:
             found = [done.result(60) for done in [threads.submit(caller, n) for n in range(20)]]
         finally:
-            took = time.monotonic() - begun[0]
             over.set()
         for one in others:
             one.result(60)
-    assert took < 5
+    begun, answered = times
+    assert answered - begun < 2 * patience(), "each open for 3 s, all are over within 5"
     own = [told[1] for told in found]
     assert set(own) == {"accepted", "tenant_queue_limit"}
     assert {told[0] for told in found} <= {"accepted", "idempotency_key_busy", "tenant_queue_limit"}
@@ -229,9 +233,10 @@ def test_twenty_open_callers_of_one_tenant_with_keys_and_limits(
 
 @pytest.mark.parametrize("business", ["session"], indirect=True)
 def test_who_waits_for_a_key_keeps_no_one_from_sending(
-    business: Business, shop: Shop, shops: Callable[..., Shop]
+    business: Business, shop: Shop, shops: Callable[..., Shop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An app has `broker_pool_limit` producers; a call that has nothing to send yet takes none of them."""
+    monkeypatch.setattr(acceptance, "PATIENCE_ENLISTED", 4.0)  # the sender has so long
     narrow = shops(broker_pool_limit=1)
     waiting, done = threading.Barrier(3, timeout=30), threading.Event()
     told: list[str] = []
@@ -256,19 +261,25 @@ def test_who_waits_for_a_key_keeps_no_one_from_sending(
     assert told == ["idempotency_key_busy"] * 2
 
 
-def test_one_without_a_transaction_finds_what_an_open_one_leaves(shop: Shop, database_url: str, sql: Sql) -> None:
+def test_one_without_a_transaction_finds_what_an_open_one_leaves(
+    shop: Shop, database_url: str, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It waits for a key without the tenant's lock in hand, and gets the job if it is there then, or its own."""
+    monkeypatch.setattr(acceptance, "LOCK_TIMEOUT", "30s")  # it still waits when its neighbour comes
+    monkeypatch.setattr(acceptance, "PATIENCE", 30.0)
+    waits = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     business = Business("session", database_url)
     for ends in ("commit", "rollback"):
         held, passed = threading.Event(), threading.Event()
         made: list[str] = []
+        shop.statements.clear()
 
         def holder(ends: str, held: threading.Event, passed: threading.Event, made: list[str]) -> None:
             with Session(business.engine) as session:
                 job = shop.bill.apply_async((1,), tenant="A", idempotency_key=ends, transaction=session)
                 made.append(job.id)
                 held.set()
-                assert passed.wait(1.5), "the tenant's lock is not held by whoever waits for a key"
+                assert passed.wait(15), "the tenant's lock is not held by whoever waits for a key"
                 getattr(session, ends)()
 
         def outsider(ends: str, held: threading.Event) -> str:
@@ -277,7 +288,8 @@ def test_one_without_a_transaction_finds_what_an_open_one_leaves(shop: Shop, dat
 
         def neighbour(held: threading.Event, passed: threading.Event) -> None:
             held.wait(10)
-            time.sleep(0.3)  # the outsider waits by now
+            asks = shop.statements.count
+            eventually(lambda: asks("TAKE_KEYS") > 1 or sql(waits), 10, message="the outsider waits, or asks again")
             shop.bill.apply_async((1,), tenant="A")
             passed.set()
 
@@ -326,6 +338,7 @@ def test_named_canvases_cross(shop: Shop, database_url: str, sql: Sql) -> None:
                     told.append("accepted")
                 except AdmissionRejected as exc:
                     told.append(exc.reason)
+            barrier.wait()  # nobody has ended while the other asks
             run("UPDATE public.stock SET n = n + 1 WHERE id = 'one'")
         return told
 

@@ -77,29 +77,29 @@ def test_it_is_killed_at_the_deadline(body: Callable[[], None]) -> None:
 
 
 def over_in_time() -> None:
-    with deadline.killed_after(0.2):
+    with deadline.killed_after(1):
         pass
-    with deadline.killed_after(60), deadline.killed_after(0.2):
+    with deadline.killed_after(60), deadline.killed_after(1):
         pass
     with deadline.killed_after(None):
-        time.sleep(0.5)
+        time.sleep(1.5)
 
 
 def overlapping_in_time() -> None:
-    first, second = deadline.killed_after(0.3), deadline.killed_after(0.3)
+    first, second = deadline.killed_after(1), deadline.killed_after(1)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
-    time.sleep(0.6)
+    time.sleep(1.5)
 
 
 def forked_off() -> None:
     """A timer belongs to the process that armed it."""
-    with deadline.killed_after(0.2):
+    with deadline.killed_after(1):
         pid = os.fork()
         if pid == 0:
-            time.sleep(0.5)
+            time.sleep(1.5)
             os._exit(7)
     os.waitpid(pid, 0)
 

@@ -127,14 +127,13 @@ def test_redis_survives_a_kill_and_goes_back_to_a_snapshot(tmp_path: Path) -> No
 def test_brokers_keep_durable_messages(broker: Broker, own_broker: object, end: str) -> None:
     from kombu import Connection
 
-    with Connection(broker.url) as connection:
+    with Connection(broker.url, transport_options={"confirm_publish": True}) as connection:
         queue = connection.SimpleQueue("celery")
         queue.put({"n": 1}, delivery_mode=2)
         queue.close()
     eventually(lambda: broker.depth() == 1, 5)
     assert broker.server is not None
     if end == "kill":
-        time.sleep(0.3)
         broker.server.kill()
         broker.server.start()
     else:

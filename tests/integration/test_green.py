@@ -28,12 +28,12 @@ def test_statements(kind: str, empty_database_url: str, request: pytest.FixtureR
         env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])},
     )
     assert done.returncode == 0, done.stderr
-    late = "no answer from PostgreSQL within 0.5 s: True"
+    late = "no answer from PostgreSQL within 1 s: True"
     expected = {
         "deadline": late,
         "others ran": True,
         "turns": ["done"] * 4,
-        "too long": "[store_unavailable] all 2 connections of this process were busy for 0.5 s: True",
+        "too long": "[store_unavailable] all 2 connections of this process were busy for 1 s: True",
         "free again": ["done"] * 3,
         "after a kill": ["done"] * 2,
         "native": ["done", late, "done"],

@@ -323,13 +323,13 @@ def test_a_call_whose_intent_took_longer_than_its_deadline_does_not_begin(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its owner can prove that it did not happen; the next run sends it."""
-    a = lab.effect("a", deadline=0.3)
+    a = lab.effect("a", deadline=1)
     store, intent = lab.safe.store, lab.safe.store.intent
     task = lab.task(lambda self: a().ref, effects=[a])
 
     def slowly(*args: Any) -> Any:
         answer = intent(*args)
-        time.sleep(0.4)
+        time.sleep(1.2)
         return answer
 
     with monkeypatch.context() as patch:

@@ -92,7 +92,7 @@ def test_an_expired_lease_says_whether_its_worker_was_alive(lab: Lab, protocol: 
         sql("UPDATE job SET lease_until = now() - interval '1 s' WHERE id = %s", job)
         sql(f"UPDATE worker SET seen_at = now() + interval '{seen}' WHERE node = %s", node)
 
-    expire("gone@a", "-22 s")  # within 10 s after the last renewal, which was 31 s ago
+    expire("gone@a", "-26 s")  # within 10 s after the last renewal, which was 31 s ago
     expire("active@b", "-5 s")
     expire("odd/name@c", "0 s")
     assert len(protocol.sweep()) == 3

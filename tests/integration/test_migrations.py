@@ -144,10 +144,10 @@ def test_every_migration_says_which_code_it_is_for() -> None:
     ("trace", "words"),
     [
         ("UPDATE job SET status = 'running', lease_until = clock_timestamp() + '1 min', lease_owner = 'a@test/1/1',"
-         " lease_token = gen_random_uuid(), fence = 1, actor = 'a'", "a@test/1/1 was here 0 s ago"),
+         " lease_token = gen_random_uuid(), fence = 1, actor = 'a'", r"a@test/1/1 was here \d s ago"),
         ("INSERT INTO worker (node, pid, version, pool, concurrency, connections, queues, seen_at)"
          " VALUES ('b@test', 1, '0', 'prefork', 1, 1, '{}', clock_timestamp() - interval '50 s')",
-         "b@test was here 50 s ago"),
+         r"b@test was here 5\d s ago"),
     ],
     ids=["a live lease", "a worker"],
 )  # fmt: skip
@@ -357,7 +357,7 @@ def test_a_schema_of_another_name(app: Celery, workers: Workers, provider: Provi
     # Parked by the lost reply, confirmed by the look-up, replayed.
     refund = app.tasks["tests.mortal"].apply_async(("order-1",))
     for result, kind in ((bill, "charge"), (refund, "refund")):
-        eventually(lambda: safe.job(result.id).status == "succeeded", 15, message=kind)  # noqa: B023 - now
+        eventually(lambda: safe.job(result.id).status == "succeeded", 30, message=kind)  # noqa: B023 - now
         (row,) = provider.ledger(key=f"{result.id}:1")
         assert safe.job(result.id).outcome_ref == row["ref"]
         assert result.get(timeout=10) == row["ref"]

@@ -167,7 +167,7 @@ def test_the_very_first_message_of_an_idle_system(lab: Lab) -> None:
 
 def test_a_message_that_is_on_its_way_is_not_lost(lab: Lab) -> None:
     """Its row is committed before it is published."""
-    lab.published(1, 1, ago=0.5)
+    lab.published(1, 1, ago=0.0)
     lab.broker.depths["celery"] = 0
     assert lab.sweeps(6) == []
 

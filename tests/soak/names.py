@@ -2,7 +2,7 @@
 
 OPEN = "soak_open_transaction"
 LOOKED = "soak_looked"
-LEASE, DEADLINE, LAG = 3.0, 4.0, 2.0
+LEASE, DEADLINE, LAG = 3.0, 4.0, 3.0
 """Seconds: of a lease, and of the effects."""
 WHY = "by chance"
 """Why an operator cancels."""

@@ -137,21 +137,25 @@ def assert_invariants(sql: Sql, provider: Provider) -> None:
         provider: the judge.
     """
 
-    def looked() -> tuple[dict[str, Record], dict[str, Record], list[Record]] | None:
+    def looked() -> tuple[dict[str, Record], dict[str, Record], list[Record], list[Record], list[Record]] | None:
         before = sql("SELECT max(id) AS last FROM transitions")
         jobs = {row["id"]: row for row in sql("SELECT * FROM jobs")}
-        operations = {row["key"]: row for row in sql("SELECT * FROM operations")}
+        operations = {
+            row["key"]: row for row in sql("SELECT o.*, p.repeatable FROM operations o JOIN operation p USING (key)")
+        }
         transitions = sql("SELECT * FROM transitions ORDER BY id")
+        counters = sql("SELECT id, open_ops, unknown_ops, asking_ops FROM job")
+        ledger = provider.ledger()
         still = before == sql("SELECT max(id) AS last FROM transitions")
-        return (jobs, operations, transitions) if still else None
+        return (jobs, operations, transitions, counters, ledger) if still else None
 
     seen = eventually(looked, message="nothing moves while it is looked at")
     assert seen is not None
-    jobs, operations, transitions = seen
+    jobs, operations, transitions, counters, ledger = seen
     _check_log(jobs, operations, transitions)
     _check_jobs(jobs, operations)
-    _check_counters(sql, operations)
-    _check_ledger(jobs, operations, provider.ledger())
+    _check_counters(counters, operations)
+    _check_ledger(jobs, operations, ledger)
 
 
 def _check_log(jobs: dict[str, Record], operations: dict[str, Record], transitions: list[Record]) -> None:
@@ -210,13 +214,12 @@ def _check_jobs(jobs: dict[str, Record], operations: dict[str, Record]) -> None:
             assert not [o for o in own if o["status"] == OperationStatus.INTENT_RECORDED], row
 
 
-def _check_counters(sql: Sql, operations: dict[str, Record]) -> None:
-    repeatable = {row["key"] for row in sql("SELECT key FROM operation WHERE repeatable")}
-    for row in sql("SELECT id, open_ops, unknown_ops, asking_ops FROM job"):
+def _check_counters(counters: list[Record], operations: dict[str, Record]) -> None:
+    for row in counters:
         own = [o for o in operations.values() if o["job_id"] == row["id"]]
         started = [o for o in own if o["status"] == OperationStatus.INTENT_RECORDED]
-        assert row["open_ops"] == len([o for o in started if o["key"] not in repeatable]), row
-        assert row["asking_ops"] == len([o for o in started if o["key"] in repeatable]), row
+        assert row["open_ops"] == len([o for o in started if not o["repeatable"]]), row
+        assert row["asking_ops"] == len([o for o in started if o["repeatable"]]), row
         assert row["unknown_ops"] == len([o for o in own if o["status"] == OperationStatus.UNKNOWN]), row
 
 

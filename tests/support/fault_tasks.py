@@ -67,7 +67,7 @@ WAITING = {kind: _waiting(kind) for kind in _DECLARED}
 def fatal(op: Operation) -> Outcome[Row]:
     """Happens, and takes its process along."""
     tasks._call("fatal", op, {})
-    os.kill(os.getpid(), signal.SIGKILL)
+    kill_own_process()
     raise AssertionError("not reached")
 
 
@@ -79,6 +79,12 @@ def find_fatal(op: Operation) -> Happened | NotHappened:
 def entered(name: str) -> None:
     """Let the provider count that a body was entered."""
     tasks.provider().call(f"entered_{name}", None, {"pid": os.getpid()})
+
+
+def kill_own_process() -> None:
+    """End this process, when its parent has had the time to read which job it took."""
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # -- deaths between the end of a job and Celery's own bookkeeping ------------------------------------------------------
@@ -205,7 +211,7 @@ def add_tasks(app: Celery) -> None:
     def kills_itself(self: Any) -> None:
         """Dies in every attempt, with nothing open."""
         entered("kills_itself")
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_own_process()
 
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.kills_itself_in_effect", effects=[fatal])
     def kills_itself_in_effect(self: Any) -> Any:
@@ -217,7 +223,7 @@ def add_tasks(app: Celery) -> None:
     def kills_itself_undeclared(self: Any) -> None:
         """Dies in a body that is itself the effect, and that nobody can look up."""
         entered("kills_itself_undeclared")
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_own_process()
 
     @app.task(base=MortalTask, bind=True, shared=False, name="tests.mortal", effects=[tasks.refund])
     def mortal(self: Any, order: str, fails: bool = False) -> Any:

@@ -14,7 +14,7 @@ from celery import Celery
 from celery.signals import task_prerun
 
 from celery_safe_effects import SafeTask
-from tests.support.fault_tasks import entered
+from tests.support.fault_tasks import entered, kill_own_process
 from tests.support.names import CONF_VARIABLE
 
 
@@ -79,7 +79,7 @@ def add_tasks(app: Celery) -> None:
 def _die_in_prerun(sender: Any = None, **_: Any) -> None:
     if sender.name == "tests.dies_in_prerun":
         entered("prerun")
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_own_process()
 
 
 if CONF_VARIABLE in os.environ:
