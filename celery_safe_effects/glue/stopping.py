@@ -6,7 +6,7 @@ import mmap
 import time
 from typing import Any
 
-GRACE = 1.0
+GRACE = 3.0
 """Seconds in which a signal that reached a pool child reaches its parent, too, if the whole worker is meant."""
 
 

@@ -279,7 +279,7 @@ def test_a_cancelled_enqueue_may_have_been_accepted(app: Celery, sql: Sql, datab
             started = time.monotonic()
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(charge.aapply_async(("a", 5), idempotency_key="k"), 0.3)
-            assert time.monotonic() - started < 1.5
+            assert time.monotonic() - started < 4, "the statement itself would wait for five seconds"
             await holder.rollback()
         eventually(lambda: len(jobs(sql)) == 1, 10)
         assert {(await charge.aapply_async(("a", 5), idempotency_key="k")).id} == jobs(sql)

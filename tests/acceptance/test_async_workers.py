@@ -11,6 +11,7 @@ import pytest
 from celery import Celery
 
 from celery_safe_effects.testing import WorkerProcess, eventually
+from celery_safe_effects.testing.process import patience
 from example_project.provider_client import Provider
 from tests.support.async_tasks import ASKED_FOR
 from tests.support.brokers import Broker
@@ -20,8 +21,8 @@ from tests.support.pools import one_worker_each
 from tests.support.processes import Workers
 from tests.support.services import Sql
 
-TTL = 1.5
-ENV = {"SAFE_EFFECTS_TEST_DEADLINE": "3"}
+TTL = 1.5 * patience()
+ENV = {"SAFE_EFFECTS_TEST_DEADLINE": "8"}
 CLAIMED = ["job - > queued #0", "job queued > leased #1", "job leased > running #1"]
 CLEAN = ["1 - > intent_recorded #1", "1 intent_recorded > outcome_confirmed #1", "job running > succeeded #1"]
 AGAIN = ["job queued > leased #2", "job leased > running #2", "job running > succeeded #2"]
@@ -135,9 +136,9 @@ def test_ten_effects_in_parallel_are_killed_in_the_middle(
 def test_a_time_limit_while_the_provider_accepts_late(
     app: Celery, workers: Workers, provider: Provider, sql: Sql, kind: str
 ) -> None:
-    provider.control(kind="charge", delay_before=3, times=1)
+    provider.control(kind="charge", delay_before=6, times=1)
     worker = workers("a", env=ENV, conf={"safe_effects_lease_ttl": 20, "worker_proc_alive_timeout": 20})
-    limit = {"soft_time_limit": 1} if kind == "soft" else {"time_limit": 1}
+    limit = {"soft_time_limit": 2} if kind == "soft" else {"time_limit": 2}
     late = app.tasks["tests.async_charge"].apply_async(("cus_1",), **limit)
     wait_status(sql, late.id, "unknown", timeout=15)
     assert provider.ledger() == [], "parked before the provider accepted"

@@ -111,10 +111,10 @@ def test_what_a_backend_is_told(site: Site, told: Told) -> None:
 
 
 def test_started_is_shown_after_the_claim(site: Site) -> None:
-    result = site.send("sleep", 1.0)
+    result = site.send("sleep", 4.0)
     eventually(lambda: result.state == "STARTED", 10, 0.02)
     assert site.sql("SELECT status FROM jobs WHERE id = %s", result.id) == [{"status": "running"}]
-    assert result.get(timeout=20) == 1.0
+    assert result.get(timeout=20) == 4.0
 
 
 @pytest.mark.parametrize("how", ["call", "task", "errors even if ignored"])

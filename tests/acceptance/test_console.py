@@ -85,7 +85,7 @@ def console(
         told = json.loads(found.group())
         assert told["writes"] == (token is not None)
         base = told["url"].removesuffix("/safe-effects").replace(host, "127.0.0.1")
-        with httpx.Client(base_url=base) as client:
+        with httpx.Client(base_url=base, timeout=30) as client:
             yield client
 
 
@@ -99,7 +99,7 @@ def flower(
     if prefix:
         command.append(f"--url_prefix={prefix}")
     base = f"http://127.0.0.1:{port}" + (f"/{prefix}" if prefix else "")
-    with serving(command, conf, provider, folder) as printed, httpx.Client(base_url=base) as client:
+    with serving(command, conf, provider, folder) as printed, httpx.Client(base_url=base, timeout=30) as client:
 
         def up() -> bool:
             printed()

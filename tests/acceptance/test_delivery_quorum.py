@@ -39,9 +39,9 @@ def test_celery_s_native_delays_are_for_plain_tasks(site: Site) -> None:
     levels = [f"celery_delayed_{level}" for level in range(28)]
     job = site.send("pure", 1, countdown=30)
     assert [waiting(site, level) for level in levels] == [0] * 28
-    plain = site.app.tasks["tests.plain"].apply_async((1,), countdown=2)
+    plain = site.app.tasks["tests.plain"].apply_async((1,), countdown=4)
     assert sum(waiting(site, level) for level in levels) == 1
-    assert plain.get(timeout=10) == 1
+    assert plain.get(timeout=20) == 1
     site.safe.cancel(job.id, "seen")
 
 

@@ -88,11 +88,11 @@ def test_a_rolling_deploy_of_the_library(
         wait_status(sql, running.id, "succeeded")
         assert charged(app, sql, provider, "old code on the newer schema") == "old"
         new = workers("new", **newer)
-        old.stop()
+        old.stop(30)
         assert charged(app, sql, provider, "new") == "new"
     assert migrate.upgrade(database_url) == [], "a late starter of the old version finds nothing to do"
     late = workers("late")
-    new.stop()
+    new.stop(30)
     assert charged(app, sql, provider, "old again") == "late"
 
     with newer_library(NOTE, CHANGE) as environment:
@@ -100,7 +100,7 @@ def test_a_rolling_deploy_of_the_library(
         with pytest.raises(SchemaMismatch, match=r"late@test.* was here .*stop all workers and producers"):
             migrate.upgrade(database_url)
         assert charged(app, sql, provider, "nothing was changed") == "late"
-        late.stop()
+        late.stop(30)
         assert migrate.upgrade(database_url) == [LATEST + 2]
         workers("newest", **newest)
         assert charged(app, sql, provider, "newest") == "newest"
@@ -159,7 +159,7 @@ def test_13_a_worker_of_the_old_app_takes_the_messages(
     assert {result.state for result in results} == {"PENDING"}
     assert provider.ledger() == []
     workers("new")
-    old.stop()
+    old.stop(30)
     for result in results:
         row = wait_status(sql, result.id, "succeeded", timeout=40)
         assert row["attempts"] == 1

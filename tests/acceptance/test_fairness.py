@@ -13,6 +13,7 @@ import pytest
 from celery import Celery
 
 from celery_safe_effects.testing import eventually
+from celery_safe_effects.testing.process import patience
 from tests.support.processes import Beats, Workers
 from tests.support.services import Sql
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 BACKLOG = int(os.environ.get("SAFE_EFFECTS_TEST_TENANT_BACKLOG", "150"))
 LONG = BACKLOG > 1000
-JOB_TIME = float(os.environ.get("SAFE_EFFECTS_TEST_JOB_TIME", "0.1"))
+JOB_TIME = float(os.environ.get("SAFE_EFFECTS_TEST_JOB_TIME") or 0.1 * patience())
 STARTED_BEFORE = """
 SELECT count(*) AS n FROM jobs a, jobs b
  WHERE b.id = %s AND a.tenant = 'big' AND a.started_at > b.created_at AND a.started_at < b.started_at

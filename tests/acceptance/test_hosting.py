@@ -118,7 +118,7 @@ def test_the_transitions_of_a_killed_worker_are_those_that_the_page_shows(
 ) -> None:
     text = (ROOT / "docs" / "hosting.md").read_text().partition("<!-- killed worker -->")[2]
     shown = text.partition("```\n")[2].partition("```")[0].splitlines()
-    provider.control(delay_before=2, kind="charge", times=1)
+    provider.control(delay_before=3, kind="charge", times=1)
     first = workers("a")
     job = str(app.tasks["tests.charge"].apply_async(("cus_1", 500)).id)
     eventually(lambda: provider.received("charge"), 10, message="the provider received the call")

@@ -68,7 +68,7 @@ def test_the_main_job(
     sql: Sql,
 ) -> None:
     """An agent asks, and calls three tools; its worker is killed while the first of them is being accepted."""
-    provider.control(kind="refund", delay_before=2, times=1)
+    provider.control(kind="refund", delay_before=3, times=1)
     result = celery_setup.app.tasks["tests.agent"].apply_async(("order-42",), idempotency_key="order-42")
     eventually(lambda: provider.received("refund"), 15, message="the provider got the call")
     first = celery_setup.worker

@@ -28,7 +28,7 @@ def values(app: Celery, name: str) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_leases_that_run_out_under_a_worker_and_with_one(app: Celery, workers: Workers, sql: Sql) -> None:
-    worker = workers("a", conf={"safe_effects_lease_ttl": 2, "safe_effects_sweep_interval": 0.3})
+    worker = workers("a", conf={"safe_effects_lease_ttl": 3, "safe_effects_sweep_interval": 0.3})
     (seen,) = eventually(lambda: sql("SELECT * FROM worker"), 20, message="the worker said that it is there") or []
     assert (seen["pool"], seen["concurrency"], seen["pid"]) == ("prefork", 1, worker.pid)
     assert "safe_effects" in seen["queues"]
@@ -47,7 +47,7 @@ def test_leases_that_run_out_under_a_worker_and_with_one(app: Celery, workers: W
     assert values(app, "workers") == {seen["version"]: 1}
     wait_status(sql, job, "running")
     worker.kill()
-    other = workers("b", conf={"safe_effects_lease_ttl": 2, "safe_effects_sweep_interval": 0.3})
+    other = workers("b", conf={"safe_effects_lease_ttl": 3, "safe_effects_sweep_interval": 0.3})
     eventually(lambda: values(app, "lease_expirations_total")["gone"], 30, message="the killed worker's lease ran out")
     assert values(app, "lease_expirations_total")["active"] == 1
     wait_status(sql, job, "succeeded")

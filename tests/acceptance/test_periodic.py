@@ -100,7 +100,7 @@ def test_beat_sends_them_beside_the_users_own(app_conf: dict[str, Any], beat: Be
             }
         }
     )
-    eventually(lambda: broker.depth("safe_effects") >= 2 and broker.depth() >= 2, 20, message="both queues fill")
+    eventually(lambda: broker.depth("safe_effects") >= 4 and broker.depth() >= 4, 20, message="both queues fill")
     ours = take(broker, "safe_effects")
     assert {message.headers["task"] for message in ours} >= {SWEEP, RECONCILE}
     assert all(message.headers["expires"] for message in ours)
@@ -124,11 +124,8 @@ def who_ended_the_lease(sql: Sql, job_id: str) -> str:
     return str(row["actor"])
 
 
-def test_recovery_with_beat_alone(
-    app: Celery, app_conf: dict[str, Any], workers: Workers, beat: Beats, provider: Provider, sql: Sql
-) -> None:
+def test_recovery_with_beat_alone(app: Celery, workers: Workers, beat: Beats, provider: Provider, sql: Sql) -> None:
     """As long as beat's sweeps run, nobody stands in."""
-    app_conf.update(safe_effects_lease_ttl=1.5)
     conf = {"safe_effects_sweep_interval": 2}  # a stand-in has patience for three intervals
     beat(conf={"safe_effects_sweep_interval": 1})
     nodes = {worker.node: worker for worker in [workers(name, ready=False, conf=conf) for name in "ab"]}
@@ -155,6 +152,7 @@ def test_recovery_when_beat_has_died(
     ticking = beat()
     eventually(lambda: heard(sql), 15, message="beat is heard")
     ticking.kill()
+    eventually(lambda: swept_by(sql) == "a@test/stand-in", 10)  # and what beat has sent is done with
     safe: Any = app.safe_effects
     with psycopg.connect(dsn) as connection:
         # A job whose worker, on another machine, was killed as soon as it had claimed it.
@@ -175,7 +173,6 @@ def test_recovery_when_beat_has_died(
     found = wait_status(sql, result.id, "succeeded", timeout=20)
     assert who_ended_the_lease(sql, result.id) == "a@test/stand-in"
     assert found["outcome_ref"] == assert_ledger(provider, sql, result.id)["ref"]
-    eventually(lambda: swept_by(sql) == "a@test/stand-in", 10)
     assert_invariants(sql, provider)
 
 
@@ -243,9 +240,11 @@ def test_several_sweeps_at_once_share_the_work(
     assert sorted(job_id for one in swept for job_id in one.jobs) == sorted(dead)
     ended = sql("SELECT job_id FROM transitions WHERE reason = 'lease_expired'")
     assert sorted(row["job_id"] for row in ended) == sorted(dead)
-    assert sum(one.published for one in swept) == len(due)
     sent = Counter(message.headers["id"] for message in take(broker, "celery"))
-    assert sent == Counter(due)
+    assert sum(one.published for one in swept) == sum(sent.values())
+    # Those that were dead are due again after a second, which is within a slow sweep.
+    assert set(due) <= set(sent) <= set(tasks)
+    assert set(sent.values()) == {1}
     assert_invariants(sql, provider)
 
 
@@ -283,16 +282,19 @@ class TestAtRest:
         eventually(lambda: len(sql("SELECT 1 FROM jobs WHERE settled_at IS NOT NULL")) == 4, 15)
 
         def somebody_sweeps() -> Any:
-            return sql("UPDATE maintenance SET last_started_at = clock_timestamp(), last_by = 'b@test' RETURNING 1")
+            soon = "clock_timestamp() + interval '5 s'"
+            return sql(f"UPDATE maintenance SET last_started_at = {soon}, last_by = 'b@test' RETURNING 1")
 
-        def for_seconds(seconds: int) -> None:
+        def for_seconds(seconds: int) -> float:
+            """How many it became."""
             (began,) = sql("SELECT clock_timestamp() AS at")[0].values()
-            over = "SELECT clock_timestamp() >= %s + %s * interval '1 s' AS over"
-            eventually(lambda: somebody_sweeps() and sql(over, began, seconds)[0]["over"], 20, 0.3)
+            past = "SELECT extract(epoch FROM clock_timestamp() - %s)::float8 AS s"
+            eventually(lambda: somebody_sweeps() and sql(past, began)[0]["s"] >= seconds, 20, 0.3)
+            return float(sql(past, began)[0]["s"])
 
         for_seconds(2)  # in which the worker finds that it need not stand in any more
         start = logging_postgres.log_path.stat().st_size
-        for_seconds(5)
+        took = for_seconds(5)
         text = logging_postgres.log_path.read_bytes()[start:].decode()
         statements = re.findall(r"<\d+ celery-safe-effects> LOG:  (?:execute [^:]*|statement): \s*(\S.*)", text)
-        assert 0 < len(statements) <= 5 + 2, "\n".join(statements)
+        assert 0 < len(statements) <= took + 2, "\n".join(statements)

@@ -13,6 +13,7 @@ import pytest
 from celery import Celery
 
 from celery_safe_effects.testing import eventually
+from celery_safe_effects.testing.process import patience
 from example_project.provider_client import Provider
 from tests.support.brokers import Broker
 from tests.support.checks import assert_invariants, assert_ledger, job, log, wait_status
@@ -20,7 +21,7 @@ from tests.support.pools import POOLS, SHARED_POOLS, needs_pool
 from tests.support.processes import Workers
 from tests.support.services import Sql
 
-TTL = 1.2
+TTL = 1.2 * patience()
 CLEAN = ["job - > queued #0", "job queued > leased #1", "job leased > running #1", "job running > succeeded #1"]
 
 
@@ -116,7 +117,7 @@ def test_many_jobs_share_few_connections(
         before = connections(sql)
         workers("a", pool=pool, concurrency=many, conf={"safe_effects_max_connections": 4})
         most, at_once = 0, 0
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 60 * patience()
         while job_count(sql, "succeeded") < many and time.monotonic() < limit:
             most = max(most, connections(sql) - before)
             at_once = max(at_once, job_count(sql, "running"))
@@ -135,7 +136,8 @@ def test_who_waits_for_the_database_takes_no_lease_from_others(
 ) -> None:
     """Two rows are locked, and their jobs wait on all connections that there are; a third job's lease is renewed."""
     needs_pool(request, pool)
-    workers("a", pool=pool, concurrency=4, conf={"safe_effects_max_connections": 3})
+    conf = {"safe_effects_max_connections": 3, "safe_effects_statement_timeout": 5 * patience()}
+    workers("a", pool=pool, concurrency=4, conf=conf)
     stuck = [app.tasks["tests.charge_slowly"].apply_async((name, 1.0)) for name in "ab"]
     for result in stuck:
         wait_key(provider, f"{result.id}:1")
@@ -179,9 +181,9 @@ def test_a_time_limit_of_a_greenlet(
     """Between effects it ends the attempt; inside one the job is parked, and what happened is found."""
     needs_pool(request, "gevent")
     workers("a", pool="gevent", concurrency=4)
-    provider.control(kind="charge", delay_after=3, times=1)
-    inside = app.tasks["tests.charge"].apply_async(("cus_1", 500), time_limit=1)
-    between = app.tasks["tests.sleep"].apply_async((60,), time_limit=1, max_attempts=1)
+    provider.control(kind="charge", delay_after=4, times=1)
+    inside = app.tasks["tests.charge"].apply_async(("cus_1", 500), time_limit=2)
+    between = app.tasks["tests.sleep"].apply_async((60,), time_limit=2, max_attempts=1)
     ended = wait_status(sql, between.id, "failed", timeout=20)
     assert (ended["attempts"], ended["reason"]) == (1, "max_attempts")
     assert "Timeout" in ended["last_error"]

@@ -25,6 +25,7 @@ from sqlalchemy.engine import make_url
 from celery_safe_effects import AcceptanceUnknown, IdempotencyConflict, SafeEffects
 from celery_safe_effects.glue.envelope import MARK, arguments_digest
 from celery_safe_effects.testing import LocalServer, RabbitMQServer, TcpProxy, eventually
+from celery_safe_effects.testing.process import patience
 from example_project.provider_client import Provider
 from tests.support import producer_tasks
 from tests.support.brokers import Broker
@@ -219,7 +220,7 @@ def test_the_row_is_durable_before_the_ack(
         assert app.AsyncResult(job_id).state == "PENDING"
     ran_once(sql, provider, job_id)
     assert eventually(lambda: app.AsyncResult(job_id).state == "SUCCESS", 10)
-    eventually(lambda: unacknowledged(broker) == 0, 5, message="the message is acknowledged")
+    eventually(lambda: unacknowledged(broker) == 0, 10, message="the message is acknowledged")
     assert_invariants(sql, provider)
 
 
@@ -255,7 +256,7 @@ def test_a_worker_dies_between_the_row_and_its_claim(
         (job_id,) = send_without_library(broker, ("tests.charge", ["cus_1", 500], {}))
         eventually(lambda: blocked(sql, "advisory"), 10, 0.01, message="the worker wants to claim")
         held = 1 if acks_late else 0
-        eventually(lambda: unacknowledged(broker) == held, 5, message="acknowledged where that comes first")
+        eventually(lambda: unacknowledged(broker) == held, 10, message="acknowledged where that comes first")
         first.kill()
         end_blocked(sql)
     assert log(sql, job_id) == ONE_RUN[:1]
@@ -441,7 +442,7 @@ def test_who_cannot_know_says_so_and_is_asked_again(
     assert isinstance(found.error, AcceptanceUnknown)
     named = found.error.job_id
     if committed:
-        eventually(lambda: sql("SELECT id FROM jobs"), 5)
+        eventually(lambda: sql("SELECT id FROM jobs"), 10)
     assert [row["id"] for row in sql("SELECT id FROM jobs")] == ([named] if committed else [])
     proxy.accept()
     assert app.tasks["tests.charge"].apply_async(("cus_1", 500), task_id=named).id == named
@@ -509,14 +510,14 @@ def test_a_changed_payload_never_runs(
     post.put(original, args=other, headers={**unmarked, MARK: forged})
     post.put(original, args=other, headers=unmarked)
     # Nothing brings the right one back meanwhile.
-    workers("a", acks_late=acks_late, conf={"safe_effects_republish_after": 600})
     sql("UPDATE job SET next_publish_at = clock_timestamp() + interval '600 s'")
+    workers("a", acks_late=acks_late, conf={"safe_effects_republish_after": 600})
 
     eventually(lambda: stale(sql) == 3, 15, message="all three are counted")
     assert log(sql, result.id) == ONE_RUN[:1]
     assert provider.received("charge") == 0
     assert result.state == "PENDING"
-    eventually(lambda: broker.depth() + unacknowledged(broker) == 0, 5, message="none of them comes again")
+    eventually(lambda: broker.depth() + unacknowledged(broker) == 0, 10, message="none of them comes again")
     post.put(original)
     ran_once(sql, provider, result.id)
     (row,) = provider.ledger()
@@ -564,8 +565,8 @@ def test_callbacks_run_once_though_the_end_is_told_twice(
         return Counter(re.findall(r"tests\.plain\[(\S+)\] succeeded", worker.log()))
 
     eventually(lambda: len(sql("SELECT id FROM jobs WHERE settled_at IS NOT NULL")) == 4, 15, message="all ended")
-    eventually(lambda: sum(plain().values()) == 2, 10)
-    before = sql("SELECT * FROM transitions")
+    eventually(lambda: sum(plain().values()) >= 2, 10)
+    before = sql("SELECT * FROM transitions ORDER BY id")
     assert times_told() == [1, 1]
 
     sql("UPDATE job SET settled_at = NULL, next_publish_at = clock_timestamp() WHERE id = ANY (%s)", sent)
@@ -578,7 +579,7 @@ def test_callbacks_run_once_though_the_end_is_told_twice(
     for kind, ids in (("refund", sent), ("deploy", callbacks)):
         for job_id in ids:
             ran_once(sql, provider, job_id, kind)
-    assert sql("SELECT * FROM transitions") == before
+    assert sql("SELECT * FROM transitions ORDER BY id") == before
     assert len(provider.ledger()) == 4
 
 
@@ -611,7 +612,7 @@ def test_children_keep_their_ids_when_the_body_runs_again(
 
 def test_a_retry_and_a_replacement_keep_the_id(app: Celery, workers: Workers, provider: Provider, sql: Sql) -> None:
     workers("a")
-    retried = app.tasks["tests.retries"].apply_async(("order-1", 1.5))
+    retried = app.tasks["tests.retries"].apply_async(("order-1", 3))
     replaced = app.tasks["tests.replaces"].apply_async(("order-2",), idempotency_key="order-2")
     eventually(lambda: retried.state == "RETRY", 10, message="Celery shows the retry")
     again = ["job queued > leased #2", "job leased > running #2"]
@@ -624,7 +625,7 @@ def test_a_retry_and_a_replacement_keep_the_id(app: Celery, workers: Workers, pr
     assert row["attempts"] == 2
     assert retried.get(timeout=10) == [refunded["ref"], 1, True]
     *_, waiting, claimed, _, _ = sql("SELECT at FROM transitions WHERE job_id = %s ORDER BY id", retried.id)
-    assert timedelta(seconds=1.5) <= claimed["at"] - waiting["at"] < timedelta(seconds=1.5 + 2 + 0.5 + 1)
+    assert timedelta(seconds=3) <= claimed["at"] - waiting["at"] < timedelta(seconds=3 + (2 + 0.5 + 1) * patience())
 
     row = wait_status(sql, replaced.id, "succeeded", timeout=20)
     swapped = [
@@ -651,7 +652,7 @@ def test_an_eta_is_kept(app: Celery, workers: Workers, broker: Broker, sql: Sql,
     workers("a")
     charge = app.tasks["tests.charge"]
     near = charge.apply_async(("cus_1", 1), countdown=0.3)
-    far = charge.apply_async(("cus_2", 2), eta=datetime.now(timezone.utc) + timedelta(seconds=4))
+    far = charge.apply_async(("cus_2", 2), eta=datetime.now(timezone.utc) + timedelta(seconds=6))
     eventually(lambda: job(sql, near.id)["status"] == "succeeded", 10)
     assert job(sql, far.id)["status"] == "queued"
     assert broker.depth() + unacknowledged(broker) == 0, "the other one waits in the database alone"
@@ -659,7 +660,7 @@ def test_an_eta_is_kept(app: Celery, workers: Workers, broker: Broker, sql: Sql,
         ran_once(sql, provider, result.id)
         row = job(sql, result.id)
         late = (row["started_at"] - row["eta"]).total_seconds()
-        assert 0 <= late <= 2 + 0.5
+        assert 0 <= late <= (2 + 0.5) * patience()
     assert provider.received("charge") == 2
 
 
@@ -684,7 +685,7 @@ def test_what_expired_never_runs(app: Celery, workers: Workers, broker: Broker, 
     worker.wait(20)  # nothing that it took comes back to the queue
     safe: Any = app.safe_effects
     safe.retry(past.id, "the customer insists")
-    eventually(lambda: broker.depth() == 1, 5, message="its message waits for a worker")
+    eventually(lambda: broker.depth() == 1, 10, message="its message waits for a worker")
 
 
 # -- the broker is down ------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_when_and_with_what(site: Site, kind: str) -> None:
 
 @pytest.mark.parametrize("then", ["raise", "return", "swallow"])
 def test_what_was_asked_for_stands(site: Site, kind: str, then: str) -> None:
-    result = site.send(f"retries_with_{kind}", "o-1", {"countdown": 1}, then)
+    result = site.send(f"retries_with_{kind}", "o-1", {"countdown": 3}, then)
     eventually(lambda: result.state == "RETRY", 10, 0.02, message="Celery shows the retry")
     assert site.ends(result)["attempts"] == 2
     assert result.get(timeout=10)[:2] == ["o-1", 1]

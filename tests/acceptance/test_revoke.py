@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from uuid import uuid4
 
@@ -66,12 +66,10 @@ def listening(app: Celery) -> Iterator[list[tuple[str, str]]]:
                 connection, handlers={"*": lambda event: heard.append((event["type"], event.get("uuid", "")))}
             )
             with receiver.consumer_context() as (own, _, _):
-                ready.set()
                 while not over.is_set():
-                    try:
+                    with suppress(TimeoutError):
                         own.drain_events(timeout=0.2)
-                    except TimeoutError:
-                        continue
+                    ready.set()  # Redis is asked for events at the first look
 
     thread = threading.Thread(target=listen)
     thread.start()
@@ -116,7 +114,9 @@ def test_jobs_that_wait(app: Celery, workers: Workers, sql: Sql, provider: Provi
     actors = {row["actor"].partition("/")[0] for row in sql("SELECT actor FROM transitions WHERE reason = 'revoked'")}
     assert actors <= {worker.node for worker in both}
     assert done.state == "SUCCESS"
-    # Celery looks at a message's arrival: all workers have heard it by now.
+    # Celery looks at a message's arrival: all workers are to have heard it by then.
+    inspect = app.control.inspect(timeout=1)
+    eventually(lambda: [plain_id in ids for ids in (inspect.revoked() or {}).values()] == [True, True], 20)
     plain = app.tasks["tests.plain"].apply_async((5,), task_id=plain_id)
     eventually(lambda: plain.state == "REVOKED", 10)
     assert {job(sql, blocker.id)["status"] for blocker in blockers} == {"running"}
@@ -166,12 +166,12 @@ def test_jobs_that_run_in_every_pool(
     app: Celery, workers: Workers, sql: Sql, provider: Provider, request: pytest.FixtureRequest
 ) -> None:
     """Ended between two effects: cancelled. Ended inside one: parked, and cancelled when its outcome is known."""
-    provider.control(kind="refund", delay_after=4)
-    env = {"SAFE_EFFECTS_TEST_DEADLINE": "20"}
+    provider.control(kind="refund", delay_after=10)
+    env = {"SAFE_EFFECTS_TEST_DEADLINE": "30"}
     made = one_worker_each(request, workers, KINDS, concurrency=3, env=env)
-    between = {kind: app.tasks["tests.charge_slowly"].apply_async((kind, 5), queue=kind) for kind in KINDS}
+    between = {kind: app.tasks["tests.charge_slowly"].apply_async((kind, 11), queue=kind) for kind in KINDS}
     inside = {kind: app.tasks["tests.refunds"].apply_async((kind,), queue=kind) for kind in KINDS}
-    stubborn = app.tasks["tests.ignores_signals"].apply_async((4,), queue="prefork")
+    stubborn = app.tasks["tests.ignores_signals"].apply_async((10,), queue="prefork")
     everybody = {one.id: one for one in (*between.values(), *inside.values(), stubborn)}
     seen: dict[str, list[tuple[str, str]]] = {job_id: [] for job_id in everybody}
     for result in (*between.values(), *inside.values()):
@@ -192,13 +192,15 @@ def test_jobs_that_run_in_every_pool(
 
         eventually(over, 40, message="all of them have come to an end, and Celery knows")
         eventually(lambda: all(r.state in ("REVOKED", "SUCCESS") for r in everybody.values()), 10)
+        told = {("task-revoked", result.id) for result in between.values()}
+        told |= {("task-unknown", result.id) for kind, result in inside.items() if kind != "threads"}
+        eventually(lambda: told <= set(heard), 10, message="monitors were told")
 
     for kind, result in between.items():
         assert job(sql, result.id)["status"] == "cancelled", (kind, log(sql, result.id))
         assert result.state == "REVOKED"
         assert [len(provider.ledger(key=f"{result.id}:{step}")) for step in "12"] == [1, 0], kind
         assert ("task-succeeded", result.id) not in heard, kind
-        assert ("task-revoked", result.id) in heard, kind
     for kind, result in inside.items():
         # A thread cannot be ended: its effect comes to its end, and so does the body behind it.
         wanted = "succeeded" if kind == "threads" else "cancelled"
@@ -209,7 +211,6 @@ def test_jobs_that_run_in_every_pool(
                 "job running > unknown ",
                 "job unknown > cancelled ",
             ], kind
-            assert ("task-unknown", result.id) in heard, kind
             assert ("task-succeeded", result.id) not in heard, kind
     # The body ignored the signal and wanted to go on; its attempt was over.
     assert (job(sql, stubborn.id)["status"], provider.ledger(key=f"{stubborn.id}:1")) == ("cancelled", [])
@@ -230,11 +231,12 @@ def test_without_terminate_a_running_job_ends_at_its_next_effect(
     provider.control(kind="charge_plain", drop_reply=True)
     parked = app.tasks["tests.charge_plain"].delay("cus_1", 1)
     wait_status(sql, parked.id, "unknown")
-    running = app.tasks["tests.charge_slowly"].delay("cus_1", 2)
+    running = app.tasks["tests.charge_slowly"].delay("cus_1", 5)
     eventually(lambda: provider.ledger(key=f"{running.id}:1"), 15)
     app.control.revoke([running.id, parked.id])
     eventually(lambda: job(sql, parked.id)["cancel_requested_at"], 10)
-    assert (job(sql, parked.id)["status"], parked.state) == ("unknown", "UNKNOWN")
+    eventually(lambda: parked.state == "UNKNOWN", 10)
+    assert job(sql, parked.id)["status"] == "unknown"
     settled(sql, running.id)
     assert provider.ledger(key=f"{running.id}:2") == []
     (row,) = provider.ledger(key=f"{parked.id}:1")
@@ -257,7 +259,7 @@ def test_by_stamps(app: Celery, workers: Workers, sql: Sql, provider: Provider, 
 
     running = send("42", app.tasks["tests.charge_slowly"].s("running", 30))
     eventually(lambda: provider.ledger(key=f"{running.id}:1"), 15)
-    late = [send(batch, countdown=wait) for batch, wait in (("42", 3600), (["41", "42"], 3600), ("43", 4))]
+    late = [send(batch, countdown=wait) for batch, wait in (("42", 3600), (["41", "42"], 3600), ("43", 10))]
     app.control.revoke_by_stamped_headers({"batch": ["42", "44"]}, terminate=True)
     for result in (running, *late[:2]):
         settled(sql, result.id)
@@ -279,7 +281,7 @@ def test_a_message_that_has_no_row_yet(
 ) -> None:
     """From a producer without the library: revoked while it waits in the worker, it gets a row, and that says so."""
     first = workers("a")
-    blocker = app.tasks["tests.sleep"].delay(4)
+    blocker = app.tasks["tests.sleep"].delay(10)
     wait_status(sql, blocker.id, "running")
     with Celery("foreign", broker=app_conf["broker_url"], set_as_current=False) as foreign:
         result = foreign.send_task("tests.charge", ("cus_1", 1))
@@ -289,7 +291,7 @@ def test_a_message_that_has_no_row_yet(
     assert_log(sql, result.id, [ACCEPTED, REVOKED])
     # One after the other in the same breath: nobody could have taken it in between.
     (gap,) = sql(
-        "SELECT max(at) - min(at) < interval '1 second' AS short FROM transitions WHERE job_id = %s", result.id
+        "SELECT max(at) - min(at) < interval '5 seconds' AS short FROM transitions WHERE job_id = %s", result.id
     )
     assert gap["short"]
     first.kill()

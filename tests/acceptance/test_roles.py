@@ -139,7 +139,7 @@ def test_each_does_its_whole_work(
     # Many at once; a few of another tenant pass them; one at a time in a pool.
     code, answer = cli(WORKER, "limits", "--pool", "narrow", "--set", "pool_running=1")
     assert code == 0, answer
-    many = safe.enqueue_many([tasks["tests.sleep"].s(0.05).set(tenant="long") for _ in range(60)])
+    many = safe.enqueue_many([tasks["tests.sleep"].s(0.1).set(tenant="long") for _ in range(60)])
     few = [tasks["tests.sleep"].apply_async((0.01,), tenant="short", pool="narrow") for _ in range(4)]
     for job in (*(one.job_id for one in many), *(one.id for one in few)):
         wait_status(sql, job, "succeeded", timeout=60)
@@ -151,7 +151,7 @@ def test_each_does_its_whole_work(
     wait_status(sql, replaces.id, "succeeded")
 
     # A killed worker's lease runs out; another takes over.
-    taken = tasks["tests.sleep"].delay(2)
+    taken = tasks["tests.sleep"].delay(5)
     wait_status(sql, taken.id, "running")
     worker.kill()
     workers("b", conf={"safe_effects_database_url": urls[WORKER]})

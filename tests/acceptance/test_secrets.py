@@ -54,15 +54,20 @@ def app(app: Celery) -> Celery:
 def events(app: Celery) -> Iterator[list[dict[str, Any]]]:
     """Everything that monitors are told."""
     seen: list[dict[str, Any]] = []
-    over = threading.Event()
+    ready, over = threading.Event(), threading.Event()
 
     def listen() -> None:
-        while not over.is_set():
-            with app.connection_for_read() as connection, contextlib.suppress(TimeoutError):
-                app.events.Receiver(connection, handlers={"*": seen.append}).capture(timeout=0.5, wakeup=False)
+        with app.connection_for_read() as connection:
+            receiver = app.events.Receiver(connection, handlers={"*": seen.append})
+            with receiver.consumer_context() as (own, _, _):
+                while not over.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        own.drain_events(timeout=0.2)
+                    ready.set()  # Redis is asked for events at the first look
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
+    assert ready.wait(10)
     yield seen
     over.set()
     thread.join(10)

@@ -47,7 +47,7 @@ def test_a_warm_stop(
     """What runs comes to its end; what waits in the worker's hands waits for the next one."""
     first = one_worker_each(request, workers, {pool: {"concurrency": 1} for pool in POOLS})
     send = app.tasks["tests.charge_slowly"].apply_async
-    running = {pool: send((pool, 2), queue=pool) for pool in POOLS}
+    running = {pool: send((pool, 10), queue=pool) for pool in POOLS}
     for result in running.values():
         wait_status(sql, result.id, "running")
     waiting = {pool: send((f"later {pool}",), queue=pool) for pool in POOLS}
@@ -59,7 +59,7 @@ def test_a_warm_stop(
         else:
             worker.terminate()
     for pool, worker in first.items():
-        assert worker.wait(20) == 0, pool
+        assert worker.wait(40) == 0, pool
         assert (job(sql, running[pool].id)["status"], job(sql, running[pool].id)["attempts"]) == ("succeeded", 1), pool
         assert job(sql, running[pool].id)["settled_at"], pool
     for pool in ("prefork", "threads"):
@@ -98,12 +98,18 @@ def stop(kind: str, worker: WorkerProcess) -> None:
 
 
 def test_a_cold_stop(
-    app: Celery, workers: Workers, provider: Provider, sql: Sql, request: pytest.FixtureRequest
+    app: Celery,
+    workers: Workers,
+    provider: Provider,
+    sql: Sql,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The job between its effects goes on elsewhere at once, and the one inside an effect is parked and looked up."""
-    provider.control(kind="refund", delay_after=3)
+    monkeypatch.setenv("SAFE_EFFECTS_TEST_DEADLINE", "30")
+    provider.control(kind="refund", delay_after=10)
     first = one_worker_each(request, workers, COLD, concurrency=2)
-    between = {kind: app.tasks["tests.charge_slowly"].apply_async((kind, 4), queue=kind) for kind in COLD}
+    between = {kind: app.tasks["tests.charge_slowly"].apply_async((kind, 11), queue=kind) for kind in COLD}
     inside = {kind: app.tasks["tests.refunds"].apply_async((kind,), queue=kind) for kind in COLD if kind != "solo"}
     for result in between.values():
         eventually(lambda r=result: provider.ledger(key=f"{r.id}:1"), 20)  # type: ignore[misc]
@@ -112,19 +118,19 @@ def test_a_cold_stop(
     for kind, worker in first.items():
         stop(kind, worker)
     for worker in first.values():
-        worker.wait(30)
+        worker.wait(60)
     confirmed = [*STARTED, "1 - > intent_recorded #1", "1 intent_recorded > outcome_confirmed #1"]
     for kind in ("prefork", "prefork-soft", "prefork-remapped", "prefork-group", "gevent"):
         assert log(sql, between[kind].id) == [*confirmed, "job running > queued #1 (stopped)"], kind
         assert job(sql, between[kind].id)["attempts"] == 0, kind
-        parked = wait_status(sql, inside[kind].id, "unknown", "queued", timeout=1)
+        parked = wait_status(sql, inside[kind].id, "unknown", "queued", timeout=5)
         assert "job running > unknown #1" in " ".join(log(sql, inside[kind].id)), (kind, parked)
     for kind in ("threads", "solo"):
         # Celery waits for them, and tells their ends; nothing of that is left to be told again.
         assert job(sql, between[kind].id)["status"] == "succeeded", kind
         assert job(sql, between[kind].id)["settled_at"], kind
 
-    provider.control(kind="refund")
+    provider.control(kind="refund", delay_after=None)
     one_worker_each(request, workers, {"prefork": {"concurrency": 4}}, queues=list(COLD))
     for kind, result in between.items():
         found = wait_status(sql, result.id, "succeeded", timeout=40)
@@ -166,7 +172,7 @@ def test_a_service_manager_ends_children_anywhere(
 
 def test_killed_soon_after_a_warm_stop_began(app: Celery, workers: Workers, provider: Provider, sql: Sql) -> None:
     """No time to say anything: the lease's end is what remains, and that is a lost attempt."""
-    conf = {"safe_effects_lease_ttl": 2}
+    conf = {"safe_effects_lease_ttl": 3}
     first = workers("a", conf=conf)
     result = app.tasks["tests.charge_slowly"].apply_async(("cus_1", 60))
     eventually(lambda: provider.ledger(key=f"{result.id}:1"), 15)

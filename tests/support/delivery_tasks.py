@@ -17,6 +17,9 @@ from celery_safe_effects import SafeTask
 from tests.support import tasks
 from tests.support.names import CONF_VARIABLE
 
+LET_GO = "let_go"
+"""The kind of the provider's rows that let `holds` go on."""
+
 
 def note(name: str) -> None:
     """Let the provider write down that a body runs, where, and in which order."""
@@ -50,6 +53,15 @@ def add_tasks(app: Celery) -> None:
         """Note it, and take some time."""
         note(name)
         time.sleep(seconds)
+
+    @app.task(base=SafeTask, bind=True, shared=False, name="tests.holds", effects=[])
+    def holds(self: Any, name: str) -> None:
+        """Keep its process busy until the test lets it go."""
+        limit = time.monotonic() + 60
+        while not any(row["body"]["name"] == name for row in tasks.provider().ledger(kind=LET_GO)):
+            if time.monotonic() > limit:
+                raise TimeoutError(f"nobody let {name} go")
+            time.sleep(0.05)
 
     @app.task(base=SafeTask, bind=True, shared=False, name="tests.notes_late", effects=[], acks_late=True)
     def notes_late(self: Any, name: str) -> None:

@@ -29,5 +29,6 @@ def write_spans(app: Celery, path: str) -> None:
 
 
 def read_spans(path: Path) -> list[dict[str, Any]]:
-    """What has been written so far."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """What has been written so far, in whole lines."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
