@@ -1,7 +1,7 @@
 """The store: the protocol's statements as methods, over psycopg alone.
 
-A method is one round trip. Every statement can be repeated after a lost reply: claims are told apart by their token,
-intents and outcomes by their nonce, so a repetition finds its own work done.
+A method is one round trip (a refused claim is two). Every statement can be repeated after a lost reply: claims are
+told apart by their token, intents and outcomes by their nonce, so a repetition finds its own work done.
 """
 
 from __future__ import annotations

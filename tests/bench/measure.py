@@ -19,6 +19,7 @@ import psycopg
 import redis
 
 from celery_safe_effects.testing import EmbeddedPostgres, EmbeddedRedis, RabbitMQServer, ServerNotFound
+from tests.bench.environment import installed
 from tests.bench.systems.work import KINDS, counted
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -268,17 +269,9 @@ class _Postgres(EmbeddedPostgres):
 def peers() -> Path | None:
     """The interpreter of the peers' environment; ``None`` where they cannot be installed."""
     folder = Path(os.environ.get("SAFE_EFFECTS_BENCH_VENV") or ROOT / ".venv-bench")
-    wanted = Path(__file__).resolve().parent / "peers.txt"
-    python, stamp = folder / "bin/python", folder / "peers.txt"
-    if python.exists() and stamp.exists() and stamp.read_text() == wanted.read_text():
-        return python
-    print(f"[setup] installing the peers into {folder} (a minute, once)", file=sys.stderr, flush=True)
-    made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=False)
-    install = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-r", str(wanted)]
-    if made.returncode != 0 or subprocess.run(install, check=False).returncode != 0:
+    python = installed(folder, Path(__file__).resolve().parent / "peers.txt")
+    if python is None:
         print("THE PEERS ARE NOT MEASURED: they cannot be installed here", file=sys.stderr)
-        return None
-    shutil.copy(wanted, stamp)
     return python
 
 
