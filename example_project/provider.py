@@ -37,7 +37,7 @@ EFFECT_FAULTS = {
     "delay_after": "seconds between accepting and answering",
     "drop_reply": "accept, then close the connection without an answer",
     "status_after": "accept, then answer with this status, e.g. 500",
-    "refuse": "answer with this status, e.g. 402, and accept nothing",
+    "refuse": "answer with this status, e.g. 402, and accept nothing; a known key gets its first result all the same",
     "forget_after": "seconds after which an accepted key is no longer known for de-duplication",
     "dedupe": "False: a provider that ignores keys and accepts every request",
 }
@@ -269,6 +269,13 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(404, {"error": "no such page"})
 
+    @staticmethod
+    def _answers_again(state: _State, faults: Row, kind: str, key: Any) -> bool:
+        """Whether this request is one that was accepted before: a provider that knows keys does not refuse it now."""
+        if key is None or not faults.get("dedupe", True):
+            return False
+        return state.known(kind, str(key), faults.get("forget_after")) is not None
+
     def _effect(self, state: _State, kind: str, body: Row) -> None:
         received_at = time.time()
         key = body.get("key")
@@ -276,9 +283,10 @@ class _Handler(BaseHTTPRequestHandler):
             generation = state.generation
             faults = state.take(EFFECT_FAULTS, kind)
             state.count("received", kind, key)
-            if faults.get("refuse"):
+            refuses = faults.get("refuse") and not self._answers_again(state, faults, kind, key)
+            if refuses:
                 state.count("refused", kind, key)
-        if faults.get("refuse"):
+        if refuses:
             time.sleep(faults.get("delay_before") or 0)
             self._answer(int(faults["refuse"]), {"error": "declined", "kind": kind, "key": key})
             return

@@ -354,6 +354,13 @@ MUTANTS = (
         JOBS,
     ),
     Mutant(
+        "outcome: a refusal proves nothing of the call before, but where the key does",
+        STATEMENTS,
+        " OR (%(status)s = 'refused' AND o.idempotent_for IS NULL)",
+        "",
+        JOBS,
+    ),
+    Mutant(
         "resend: only while the key is retained",
         SCHEMA,
         "        AND clock_timestamp() + coalesce(o.deadline, interval '0') < o.first_intent_at + o.idempotent_for",

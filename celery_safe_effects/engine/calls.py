@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IN_DOUBT = "the call that was sent again did not happen, which says nothing of the one before"
+IN_DOUBT = "the call that was sent again did nothing, which says nothing of the one before"
 
 
 def call(
@@ -327,7 +327,7 @@ class Call:
     def _raised(self, exc: BaseException) -> Outcome[Any]:
         status = classify(self.effect.options, exc)
         self._record(status, error=failures.to_json(exc))
-        if status == Op.NOT_HAPPENED and self._status == Op.UNKNOWN:
+        if status != Op.UNKNOWN and self._status == Op.UNKNOWN:
             raise self.job.parks(self.intent.key, IN_DOUBT) from exc
         if status == Op.REFUSED:
             raise EffectRefused(f"{self.effect.name} was refused: {exc}", key=self.intent.key) from exc

@@ -73,7 +73,8 @@ def record(
     """Record what became of a call that this process made.
 
     Returns:
-        what is recorded: of a call that was sent again, that it did not happen leaves open whether the one before did.
+        what is recorded: of a call that was sent again, that it did not happen leaves open whether the one before did;
+        and so does a refusal, unless the provider answers a repeated key with the first result.
 
     Raises:
         LeaseLost: the outcome may be recorded as evidence, but the job is no longer ours.
@@ -129,7 +130,7 @@ def _own_record(job: ActiveJob, key: str, nonce: UUID, status: Op, ref: str | No
     if not found:
         return None
     if found[0].nonce == nonce:
-        wanted = (status, Op.UNKNOWN) if status == Op.NOT_HAPPENED else (status,)
+        wanted = (status, Op.UNKNOWN) if status in {Op.NOT_HAPPENED, Op.REFUSED} else (status,)
         return Op(found[0].status) if found[0].status in wanted else None
     if status == Op.OUTCOME_CONFIRMED:
         late = job.insist("LATE_OUTCOME", key=key, nonce=nonce, ref=ref, fence=job.fence, owner=job.lease.owner)

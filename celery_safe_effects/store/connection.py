@@ -8,10 +8,12 @@ against a server that does not answer at all. There is no start-up option, and b
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Final, Protocol, TypeVar
 
@@ -94,6 +96,11 @@ class DeadlineConnection(psycopg.Connection[Any]):
     statement_timeout: float = 5.0
     pooled: bool = False
     _hears: _Wait | None = None
+    _dismissed: bool = False
+
+    def hear_farewells(self) -> None:
+        """Know when the server says that it ends the connection, which may be some time before it does."""
+        self.add_notice_handler(functools.partial(_hear, weakref.ref(self)))
 
     def wait(self, gen: Generator[Any, Any, R], interval: float = 0.0, timeout: float | None = None) -> R:
         """As psycopg's, but never longer than the statement timeout."""
@@ -121,15 +128,18 @@ class DeadlineConnection(psycopg.Connection[Any]):
     def ended(self) -> bool:
         """Whether it is of no use any more, as far as this side has heard: asks the socket, not the server.
 
-        To be asked of an idle connection, which hears nothing but a farewell. That of a server which vanished without
-        one is found by the next statement.
+        To be asked of an idle connection. A farewell is heard before the connection is closed; that of a server which
+        vanished without one is found by the next statement.
         """
         if self._hears is None and not self.closed:
             self._hears = _waiting_natively(self.pgconn.socket)
         while not self.closed and self._hears is not None and self._hears(READ, 0):
             try:
                 self.pgconn.consume_input()
+                self.pgconn.is_busy()  # what came while nothing was asked is told as a notice
             except psycopg.OperationalError:
+                self.close()
+            if self._dismissed:
                 self.close()
         return self.closed
 
@@ -144,6 +154,13 @@ class DeadlineConnection(psycopg.Connection[Any]):
                 self.cancel_safe(timeout=1.0)
             else:
                 self.pgconn.get_cancel().cancel()
+
+
+def _hear(connection: weakref.ref[DeadlineConnection], told: psycopg.errors.Diagnostic) -> None:
+    # Not closed here: libpq is in the midst of reading from it.
+    to = connection()
+    if to is not None and told.severity_nonlocalized in {"FATAL", "PANIC"}:
+        to._dismissed = True
 
 
 class NativeConnection(DeadlineConnection):
@@ -229,6 +246,7 @@ class Opener:
 
     def _set_up(self, conn: DeadlineConnection) -> None:
         conn.statement_timeout = self.statement_timeout
+        conn.hear_farewells()
         # One wire type for every integer, so that a statement has one prepared form.
         conn.adapters.register_dumper(int, Int8Dumper)
         if self.prepare == "off":

@@ -492,7 +492,8 @@ INTENT_REPEATABLE: Final = _INTENT.replace("{sync}", ", {async} AS a")
 
 # 9: an outcome belongs to the call that holds the nonce; a fenced-out worker may still confirm its own operation. A
 # step that did not happen stands, in the order of calls, where that became known: what had begun before is no
-# consequence of it. 6: of a call that was sent again, that it did not happen says nothing of the one before.
+# consequence of it. 6: of a call that was sent again, that it did not happen says nothing of the one before,
+# nor that it was refused, unless its provider answers a repeated key with the first result.
 _OUTCOME: Final = """
 WITH j AS MATERIALIZED (
     SELECT j.id, (j.lease_token = %(token)s AND j.fence = %(fence)s AND j.status = 'running') AS held,
@@ -518,8 +519,8 @@ WITH j AS MATERIALIZED (
 SELECT j.held, o.status, o.doubled FROM j LEFT JOIN o ON true
 """.replace(
     "{said}",
-    "CASE WHEN %(status)s = 'not_happened' AND o.in_doubt AND (NOT o.whole_body OR j.pending = 'failed')\n"
-    "            THEN 'unknown' ELSE %(status)s END",
+    "CASE WHEN o.in_doubt AND (%(status)s = 'not_happened' OR (%(status)s = 'refused' AND o.idempotent_for IS NULL))\n"
+    "             AND (NOT o.whole_body OR j.pending = 'failed') THEN 'unknown' ELSE %(status)s END",
 )
 OUTCOME: Final = _OUTCOME.replace("{sync}", "")
 OUTCOME_ASYNC: Final = _OUTCOME.replace("{sync}", ", {async} AS a")

@@ -685,7 +685,7 @@ def test_what_expired_never_runs(app: Celery, workers: Workers, broker: Broker, 
     worker.wait(20)  # nothing that it took comes back to the queue
     safe: Any = app.safe_effects
     safe.retry(past.id, "the customer insists")
-    eventually(lambda: broker.depth() == 1, 10, message="its message waits for a worker")
+    eventually(lambda: broker.depth() >= 1, 10, message="its message waits for a worker")
 
 
 # -- the broker is down ------------------------------------------------------------------------------------------------

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import select
+import socket
+import socketserver
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from celery_safe_effects.store.connection import Connections, DeadlineConnection, OwnConnection
 from celery_safe_effects.testing import eventually
@@ -49,15 +53,58 @@ def test_a_server_that_ended_idle_connections_costs_no_statement(
     assert not set(used(connections)) & set(before)
 
 
+def test_a_farewell_counts_before_the_end(sql: Sql, dsn: str) -> None:
+    """The server says that it ends the connection, and closes it when it gets to that."""
+    with held_open(dsn) as through:
+        connections = Connections(through, limit=lambda: 1, **HOW)
+        with connections.connection() as connection:
+            before = number_of(connection)
+            idle = connection.fileno()
+        sql("SELECT pg_terminate_backend(%s)", before)
+        assert select.select([idle], [], [], 10)[0], "nothing came"
+        with connections.connection() as connection:
+            assert number_of(connection) != before
+        connections.close()
+
+
+@contextlib.contextmanager
+def held_open(dsn: str) -> Iterator[str]:
+    """The same server, by a way on which its closing of a connection does not arrive."""
+    address = conninfo_to_dict(dsn)
+    over = threading.Event()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        server.daemon_threads = True
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with socket.create_connection((str(address["host"]), int(address["port"] or 0))) as behind:
+                    ends = [self.request, behind]
+                    while ends and not over.is_set():
+                        for end in select.select(ends, [], [], 0.1)[0]:
+                            data = end.recv(65536)
+                            if data:
+                                (behind if end is self.request else self.request).sendall(data)
+                            else:
+                                ends.remove(end)
+
+        server.RequestHandlerClass = Handler
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield make_conninfo(dsn, host="127.0.0.1", port=server.server_address[1], sslmode="disable")
+        finally:
+            over.set()
+            server.shutdown()
+
+
 def test_what_a_server_says_by_the_way_ends_no_connection(connections: Connections | OwnConnection, sql: Sql) -> None:
     """There is something to read then, and the connection is as good as before."""
     used(connections)
     with connections.connection() as connection:
         before = number_of(connection)
         connection.execute("LISTEN word")
-        socket = connection.fileno()
+        idle = connection.fileno()
     sql("NOTIFY word, 'by the way'")
-    assert select.select([socket], [], [], 10)[0], "nothing came"
+    assert select.select([idle], [], [], 10)[0], "nothing came"
     with connections.connection() as connection:
         assert number_of(connection) == before
 

@@ -496,6 +496,49 @@ def test_a_refused_connection_of_a_resend_says_nothing_of_the_call_before(lab: L
     assert [name for name, _ in lab.calls] == ["a", "a", "a"]
 
 
+@pytest.mark.parametrize("keyed", [True, False])
+def test_a_refusal_of_a_resend_tells_of_the_call_before_only_where_the_key_does(lab: Lab, keyed: bool) -> None:
+    """A provider that answers a repeated key with the first result has refused that, too; another may have accepted."""
+    options: dict[str, Any] = {"idempotent_for": timedelta(hours=1)} if keyed else {"if_unknown": "send_again"}
+    a = lab.effect("a", refused_on=(Declined,), **options)
+
+    def body(self: Any) -> Any:
+        with contextlib.suppress(EffectRefused):
+            a()
+        return "refused"
+
+    lab.behaviour["a"] = ValueError("accepted or refused, and not heard")
+    task = lab.task(body, effects=[a], max_attempts=3)
+    job = lab.run(task)
+    lab.past_deadline()
+    lab.reconcile()
+    assert lab.status(job) == "queued"
+    lab.behaviour["a"] = Declined("no")
+    lab.run(task, job=job)
+    wanted = ("succeeded", {"1": "refused"}) if keyed else ("unknown", {"1": "unknown"})
+    assert (lab.status(job), lab.operations(job)) == wanted
+    assert [name for name, _ in lab.calls] == ["a", "a"]
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_a_refused_resend_of_a_whole_body_likewise(lab: Lab, keyed: bool) -> None:
+    options: dict[str, Any] = {"idempotent_for": timedelta(hours=1)} if keyed else {"if_unknown": "send_again"}
+
+    def body(self: Any) -> None:
+        raise raised[0]
+
+    raised: list[Exception] = [ValueError("accepted or refused, and not heard")]
+    task = lab.task(body, effect_options={"refused_on": (Declined,), **options}, max_attempts=3)
+    job = lab.run(task)
+    lab.past_deadline()
+    lab.reconcile()
+    assert lab.status(job) == "queued"
+    raised[0] = Declined("no")
+    with contextlib.suppress(Declined):
+        lab.run(task, job=job)
+    assert lab.status(job) == ("failed" if keyed else "unknown")
+
+
 # -- keyed -------------------------------------------------------------------------------------------------------------
 
 

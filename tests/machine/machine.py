@@ -363,10 +363,10 @@ class Machine(RuleBasedStateMachine):
         assert not found.held or run.owns(), "2: held by another"
         if found.status is None and status == "outcome_confirmed":
             self.store.rows("LATE_OUTCOME", key=key, nonce=run.nonce, fence=run.fence, owner=run.process.name, ref=ref)
-        if status in {"outcome_confirmed", "refused"}:
-            run.step += 1
-        elif status == "unknown":
+        if status == "unknown" or (status == "refused" and found.status == "unknown"):  # refused, and in doubt
             run.swallowed = True
+        elif status in {"outcome_confirmed", "refused"}:
+            run.step += 1
         run.nonce = run.request = None
 
     @rule(n=pick, wish=st.sampled_from(["succeeded", "succeeded", "again", "failed", "unknown"]), twice=st.booleans())

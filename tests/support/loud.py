@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Final, NoReturn
 
@@ -19,6 +20,13 @@ def skip_loudly(request: pytest.FixtureRequest, reason: str) -> NoReturn:
         reason: what is missing and how to get it.
     """
     pytest.skip(f"{MARK}{reason}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name what failed at once: a run is long, and pytest tells at its end."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.when} of {report.nodeid} failed", flush=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -52,6 +52,7 @@ def version(pin: Requirement) -> Version:
 
 
 PEERS = sorted(ROOT.glob("tests/bench/systems/*_peer.py"))
+SIMULATION = ROOT / "tests/bench/simulation.py"
 
 
 @pytest.mark.parametrize("path", [matrix.LOCK, matrix.LOWEST], ids=lambda path: path.name)
@@ -82,7 +83,7 @@ def test_what_is_imported_is_locked() -> None:
         *ROOT.glob("celery_safe_effects/**/*.py"),
         *ROOT.glob("example_project/*.py"),
     ):
-        if path in PEERS:
+        if path in {*PEERS, SIMULATION}:
             continue
         for name in imported(ast.parse(path.read_text())) - OURS - sys.stdlib_module_names:
             if not {one.lower().replace("_", "-") for one in places.get(name) or [name]} & pins(matrix.LOCK).keys():
@@ -97,6 +98,8 @@ def test_what_the_benchmarks_peers_import_is_pinned() -> None:
         found = imported(ast.parse(path.read_text())) - sys.stdlib_module_names - {"work", "psycopg"}
         assert len(found) == 1
         assert {name.replace("_", "-") for name in found} <= pinned
+    assert imported(ast.parse(SIMULATION.read_text())) - sys.stdlib_module_names == {"simpy", "tests"}
+    assert "\nsimpy==" in SIMULATION.with_suffix(".txt").read_text()
 
 
 def imported(tree: ast.AST) -> set[str]:

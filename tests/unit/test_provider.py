@@ -90,6 +90,17 @@ def test_a_refusal_leaves_nothing(provider: Provider) -> None:
     provider.call("charge", "k1")
 
 
+def test_a_known_key_is_not_refused(provider: Provider) -> None:
+    first = provider.call("charge", "k1")
+    provider.control(refuse=402)
+    assert provider.call("charge", "k1")["ref"] == first["ref"]
+    with pytest.raises(Declined):
+        provider.call("charge", "k2")
+    provider.control(dedupe=False)
+    with pytest.raises(Declined):
+        provider.call("charge", "k1")
+
+
 def test_a_caller_that_went_away_is_served_all_the_same(provider: Provider) -> None:
     provider.control(delay_before=0.6)
     with pytest.raises(TimeoutError):
