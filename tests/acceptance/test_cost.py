@@ -68,7 +68,7 @@ def kind(statement: str) -> str:
         'INSERT INTO "safe_effects".job AS': "accept",
         "SET status = 'running'": "claim",
         'INSERT INTO "safe_effects".operation AS o': "intent",
-        'UPDATE "safe_effects".operation o SET status = CASE WHEN $': "outcome",
+        'UPDATE "safe_effects".operation o SET status = CASE WHEN o.in_doubt': "outcome",
         "held = $": "end",
         "SET settled_at": "settle",
         "lease_until = clock_timestamp() + l.ttl": "renew",

@@ -72,7 +72,7 @@ def test_fault_30_connections_opened_at_import_do_not_reach_the_children(
 
 # -- 31 ----------------------------------------------------------------------------------------------------------------
 
-INTENT, OUTCOME, RENEW = "%.operation AS o (key, %", "%late_outcomes%", "%unnest(%lease_until%"
+INTENT, OUTCOME, RENEW = "%.operation AS o (key, %", "%SET status = CASE WHEN o.in_doubt%", "%unnest(%lease_until%"
 CLAIM, LEAVE = "%attempts = j.attempts + 1%", "%outcome_ref = coalesce(%"
 
 
