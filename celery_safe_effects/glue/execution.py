@@ -252,12 +252,18 @@ class Execution:
             row, since = self._ask(statement, params, alarm)
             if row is None and attempt == 0 and self._adopt(digest):
                 continue
-            early = row.wait_s or 0 if row is not None and row.status == JobStatus.QUEUED else 0
-            if 0 < early <= EARLY_WAIT and attempt < 2:
-                time.sleep(early + 0.01)
+            # Its time may also have come between the refusal and the look at the row.
+            if attempt < 2 and row is not None and self._soon(row):
+                time.sleep(max(0.0, row.wait_s) + 0.01)
                 continue
             break
         return row, since
+
+    @staticmethod
+    def _soon(row: Row) -> bool:
+        """Whether a delivery that was too early for its job is so by little, or no longer."""
+        waits = row.status == JobStatus.QUEUED and row.waiting_for is None and not row.dying
+        return waits and row.wait_s is not None and row.wait_s <= EARLY_WAIT
 
     def _shown(self, body: Effect[Any, Any]) -> dict[str, Any]:
         """A whole body's arguments as they are recorded; none where they do not fit, which the claimed run will say."""

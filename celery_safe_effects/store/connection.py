@@ -87,7 +87,11 @@ def _waiting(fileno: int) -> _Wait:
 
 def _waiting_natively(fileno: int) -> _Wait:
     """Wait as the system does; other threads run meanwhile."""
-    return _polling(native.original("select", "poll")(), fileno)
+    try:
+        poll = native.original("select", "poll")
+    except AttributeError:  # Windows
+        return _selecting(fileno)
+    return _polling(poll(), fileno)
 
 
 class DeadlineConnection(psycopg.Connection[Any]):

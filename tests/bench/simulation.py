@@ -91,11 +91,6 @@ class Found(NamedTuple):
     p99: float
     busy: dict[str, float]
 
-    @property
-    def full(self) -> str:
-        """What is used most."""
-        return max(self.busy, key=lambda name: self.busy[name])
-
 
 Steps = Generator[Any, Any, None]
 

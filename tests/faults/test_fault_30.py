@@ -37,9 +37,9 @@ def test_fault_30_connections_opened_at_import_do_not_reach_the_children(
     server_log = len(own_postgres.log())
     monkeypatch.setattr(processes, "APP", "tests.support.faults2_early:app")
     worker = workers("a", concurrency=4)
-    children: set[int] = set()
+    forks: list[set[int]] = []
     for number in (400, 600):
-        if children:
+        if forks:
             # These fork from a parent that has been standing in for beat, on connections of its own.
             eventually(lambda: sql("SELECT 1 FROM maintenance WHERE last_by LIKE '%%stand-in'"), 15)
             worker.kill_child()
@@ -52,7 +52,7 @@ def test_fault_30_connections_opened_at_import_do_not_reach_the_children(
             interval=0.3,
             message="all of them ran",
         )
-        children |= set(worker.children())
+        forks.append(set(worker.children()))
 
     backends: dict[int, set[int]] = defaultdict(set)
     rows = sql("SELECT result, attempts FROM jobs")
@@ -61,8 +61,10 @@ def test_fault_30_connections_opened_at_import_do_not_reach_the_children(
         assert row["attempts"] == 1
         child, backend = row["result"]
         backends[child].add(backend)
-    assert set(backends) == children
-    assert len(children) == 8
+    assert set(backends) <= forks[0] | forks[1]
+    assert not forks[0] & forks[1]
+    # One that came late may have found nothing to do.
+    assert [len(fork & set(backends)) >= 2 for fork in forks] == [True, True]
     early = re.search(r"opened at import by \d+: (\[.*\])", worker.log())
     assert early is not None
     used = [*json.loads(early[1]), *(pid for pids in backends.values() for pid in pids)]

@@ -111,6 +111,14 @@ def test_what_a_server_says_by_the_way_ends_no_connection(connections: Connectio
         assert number_of(connection) == before
 
 
+def test_a_system_without_poll_asks_by_select(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Windows."""
+    monkeypatch.delattr("select.poll")
+    connections = Connections(dsn, limit=lambda: 1, **HOW)
+    assert used(connections) == used(connections)
+    connections.close()
+
+
 def test_sessions_behind_a_pooler_are_left_as_they_are(dsn: str, pooler: PgBouncer) -> None:
     """Whoever gets the session next would find our settings in it."""
     connections = Connections(pooler.through(dsn), limit=lambda: 1, **HOW)

@@ -463,7 +463,40 @@ def test_redacted_arguments_are_kept_out_of_the_record(lab: Lab) -> None:
     assert lab.sql("SELECT args FROM operations WHERE job_id = %s", job) == [{"args": {"customer": "c"}}]
 
 
+# -- its time ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_time_that_comes_while_a_refused_delivery_looks_is_not_missed(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim came too early, and the row says that it is due: nobody else would deliver it for a while."""
+    task = lab.task(lambda self: "ran", effects=[])
+    job = str(uuid4())
+    task.apply_async(task_id=job, countdown=30)
+    rows = lab.safe.store.rows
+    looked: list[str] = []
+
+    def slowly(statement: str, /, **params: Any) -> Any:
+        if statement == "CLAIMED":
+            looked.append(statement)
+            lab.sql("UPDATE job SET run_after = clock_timestamp() - interval '1 ms' WHERE id = %s", job)
+        return rows(statement, **params)
+
+    monkeypatch.setattr(lab.safe.store, "rows", slowly)
+    lab.deliver(lab.app.tasks[task.name], job, due=False)
+    assert (lab.status(job), looked) == ("succeeded", ["CLAIMED"])
+
+
 # -- sent again --------------------------------------------------------------------------------------------------------
+
+
+def to_be_sent_again(lab: Lab, task: Any) -> str:
+    """A job whose call was not heard of, and may be made anew."""
+    job = lab.run(task)
+    lab.past_deadline()
+    lab.reconcile()
+    assert lab.status(job) == "queued"
+    return job
 
 
 def test_a_refused_connection_of_a_resend_says_nothing_of_the_call_before(lab: Lab) -> None:
@@ -481,10 +514,7 @@ def test_a_refused_connection_of_a_resend_says_nothing_of_the_call_before(lab: L
 
     lab.behaviour["a"] = ValueError("accepted, and not heard")
     task = lab.task(body, effects=[a, b])
-    job = lab.run(task)
-    lab.past_deadline()
-    lab.reconcile()
-    assert lab.status(job) == "queued"
+    job = to_be_sent_again(lab, task)
     lab.behaviour["a"] = ConnectionRefusedError("down")
     lab.run(task, job=job)
     assert (lab.status(job), lab.operations(job)) == ("unknown", {"1": "unknown"})
@@ -509,10 +539,7 @@ def test_a_refusal_of_a_resend_tells_of_the_call_before_only_where_the_key_does(
 
     lab.behaviour["a"] = ValueError("accepted or refused, and not heard")
     task = lab.task(body, effects=[a], max_attempts=3)
-    job = lab.run(task)
-    lab.past_deadline()
-    lab.reconcile()
-    assert lab.status(job) == "queued"
+    job = to_be_sent_again(lab, task)
     lab.behaviour["a"] = Declined("no")
     lab.run(task, job=job)
     wanted = ("succeeded", {"1": "refused"}) if keyed else ("unknown", {"1": "unknown"})
@@ -529,10 +556,7 @@ def test_a_refused_resend_of_a_whole_body_likewise(lab: Lab, keyed: bool) -> Non
 
     raised: list[Exception] = [ValueError("accepted or refused, and not heard")]
     task = lab.task(body, effect_options={"refused_on": (Declined,), **options}, max_attempts=3)
-    job = lab.run(task)
-    lab.past_deadline()
-    lab.reconcile()
-    assert lab.status(job) == "queued"
+    job = to_be_sent_again(lab, task)
     raised[0] = Declined("no")
     with contextlib.suppress(Declined):
         lab.run(task, job=job)
