@@ -27,13 +27,14 @@ ENV = {"C_FORCE_ROOT": "1"}  # a root that accepts pickle is refused otherwise
 
 @pytest.fixture
 def app_conf(app_conf: dict[str, Any]) -> dict[str, Any]:
-    """Pickle, which may do anything."""
+    """Pickle, which may do anything; and no message is sent twice, since what dies before its claim would run twice."""
     return {
         **app_conf,
         "imports": ["tests.support.poison_tasks"],
         "accept_content": ["json", "pickle"],
         "safe_effects_max_attempts": RUNS,
         "safe_effects_lease_ttl": 20,
+        "safe_effects_republish_after": 60,
     }
 
 
