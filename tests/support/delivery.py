@@ -250,7 +250,7 @@ def test_events(site: Site) -> None:
         with held(site, 2):
             twice = site.send("pure", 3)
             eventually(lambda: waiting(site, site.app.conf.task_default_queue) == 0, 10)
-            assert site.safe.republish(twice.id) == 1
+            site.safe.republish(twice.id)  # by this process, or by a sweep that was quicker
         site.ends(twice)
         eventually(lambda: events.of(twice).count("task-received") >= 2, 10)
         eventually(lambda: "task-succeeded" in events.of(twice), 10)
