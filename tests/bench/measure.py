@@ -51,6 +51,8 @@ class Round(NamedTuple):
         enqueued: single calls a second.
         commits, wal: transactions and bytes of write-ahead log of the whole server, for each job.
         uss: megabytes that belong to one child alone; of peers, to their one process.
+        cores: milliseconds of a core for each job, by who took them: the worker's main process, its children, the
+            database, the broker, and nobody.
     """
 
     jobs: float
@@ -58,6 +60,7 @@ class Round(NamedTuple):
     commits: float
     wal: float
     uss: float
+    cores: dict[str, float]
 
 
 class Bench:
@@ -205,19 +208,26 @@ class Bench:
             enqueued = (jobs - 10) / float(self.run(name, "enqueue", cell.kind, str(jobs), env=env).split()[-1])
             before = self._server()
             with self.worker(name, cell, env) as process:
-                rate = self._rate(jobs, process, env)
+                rate, cores = self._rate(jobs, process, cell.broker, env)
                 uss = max((_uss(pid) for pid in _descendants(process.pid)), default=_uss(process.pid))
             after = self._server()
             done = counted(Path(env["BENCH_TALLY"]))[0]
-        return Round(rate, enqueued, (after[0] - before[0]) / done, (after[1] - before[1]) / done, uss)
+        return Round(rate, enqueued, (after[0] - before[0]) / done, (after[1] - before[1]) / done, uss, cores)
 
-    def _rate(self, jobs: int, process: subprocess.Popen[bytes], env: dict[str, str]) -> float:
+    def _rate(
+        self, jobs: int, process: subprocess.Popen[bytes], broker: str, env: dict[str, str]
+    ) -> tuple[float, dict[str, float]]:
+        server = self.rabbitmq if broker == "rabbitmq" else self.redis
+        parts = {"main": process.pid, "database": self.postgres.pid, "broker": server.pid if server else None}
         tally = Path(env["BENCH_TALLY"])
         low, high = jobs // 5, jobs - max(1, jobs // 20)
         samples: list[tuple[float, int]] = []
+        taken: list[tuple[int, dict[str, float]]] = []
         give_up = time.monotonic() + LIMIT
         while time.monotonic() < give_up:
             samples.append((time.monotonic(), counted(tally)[0]))
+            if samples[-1][1] >= (low, high)[min(len(taken), 1)] and len(taken) < 2:
+                taken.append((samples[-1][1], _processor(parts)))
             if samples[-1][1] >= jobs:
                 break
             if process.poll() is not None:
@@ -228,7 +238,9 @@ class Bench:
             raise SystemExit(
                 f"only {samples[-1][1]} of {jobs} jobs were done:\n{(tally / 'worker.log').read_text()[-2000:]}"
             )
-        return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0])
+        (first, before), (last, after) = taken[0], taken[-1]
+        cores = {who: (after[who] - before[who]) / max(1, last - first) for who in before}
+        return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0]), cores
 
     def _server(self) -> tuple[int, int]:
         time.sleep(1.1)  # backends report what they did once a second
@@ -305,6 +317,27 @@ def slow_fsync(folder: Path, milliseconds: float) -> Path:
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def _processor(parts: dict[str, int | None]) -> dict[str, float]:
+    """Milliseconds of a core that each of these processes and their descendants took so far, and that nobody took."""
+    tick = 1000 / os.sysconf("SC_CLK_TCK")
+    taken = dict.fromkeys((*parts, "children", "nobody"), 0.0)
+    for name, pid in parts.items():
+        if pid is not None:
+            taken[name] += tick * _ticks(pid)
+            taken["children" if name == "main" else name] += tick * sum(map(_ticks, _descendants(pid)))
+    idle = Path("/proc/stat").read_text().split("\n", 1)[0].split()[4:6]
+    taken["nobody"] = tick * sum(map(int, idle))
+    return taken
+
+
+def _ticks(pid: int) -> int:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
 
 
 def _descendants(pid: int) -> list[int]:

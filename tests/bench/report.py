@@ -23,6 +23,11 @@ def middle(rounds: list[Round]) -> float:
     return median(one.jobs for one in rounds)
 
 
+def cores(rounds: list[Round]) -> dict[str, float]:
+    """Milliseconds of a core for each job, by who took them: the median of the rounds."""
+    return {who: median(one.cores[who] for one in rounds) for who in rounds[0].cores}
+
+
 def line(cell: Cell, systems: Mapping[str, list[Round]]) -> str:
     """One comparison as text."""
     if not systems:
@@ -33,6 +38,10 @@ def line(cell: Cell, systems: Mapping[str, list[Round]]) -> str:
         parts.append(f"{name} {middle(rounds):,.0f}/s ({min(rates):,.0f}-{max(rates):,.0f})")
     if "plain" in systems and "safe" in systems:
         parts.append(f"safe/plain {middle(systems['safe']) / middle(systems['plain']):.2f}")
+    for name in ("plain", "safe"):
+        if name in systems:
+            shares = cores(systems[name])
+            parts.append(f"{name}'s ms of a core: " + " ".join(f"{who} {shares[who]:.2f}" for who in shares))
     return f"{cell}: " + "   ".join(parts)
 
 
@@ -52,6 +61,7 @@ def write(folder: Path, found: Found, probed: Mapping[str, float], about: Mappin
                 name: {
                     "jobs_per_second": middle(rounds),
                     "spread": [min(one.jobs for one in rounds), max(one.jobs for one in rounds)],
+                    "cores": cores(rounds),
                     "of_plain": middle(rounds) / middle(systems["plain"]) if "plain" in systems else None,
                     "rounds": [one._asdict() for one in rounds],
                 }
