@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -222,24 +222,24 @@ class Bench:
         tally = Path(env["BENCH_TALLY"])
         low, high = jobs // 5, jobs - max(1, jobs // 20)
         samples: list[tuple[float, int]] = []
-        taken: list[tuple[int, dict[str, float]]] = []
+        first, before = 0, _processor(parts)
         give_up = time.monotonic() + LIMIT
         while time.monotonic() < give_up:
             samples.append((time.monotonic(), counted(tally)[0]))
-            if samples[-1][1] >= (low, high)[min(len(taken), 1)] and len(taken) < 2:
-                taken.append((samples[-1][1], _processor(parts)))
+            if samples[-1][1] >= low > first:
+                first, before = samples[-1][1], _processor(parts)
             if samples[-1][1] >= jobs:
                 break
             if process.poll() is not None:
                 raise SystemExit(f"a worker ended:\n{(tally / 'worker.log').read_text()[-2000:]}")
             time.sleep(0.02)
+        after = _processor(parts)
         inside = [(at, count) for at, count in samples if low <= count <= high]
         if len(inside) < 2 or inside[-1][0] == inside[0][0]:
             raise SystemExit(
                 f"only {samples[-1][1]} of {jobs} jobs were done:\n{(tally / 'worker.log').read_text()[-2000:]}"
             )
-        (first, before), (last, after) = taken[0], taken[-1]
-        cores = {who: (after[who] - before[who]) / max(1, last - first) for who in before}
+        cores = {who: (after[who] - before[who]) / max(1, samples[-1][1] - first) for who in before}
         return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0]), cores
 
     def _server(self) -> tuple[int, int]:
@@ -320,15 +320,19 @@ def slow_fsync(folder: Path, milliseconds: float) -> Path:
 
 
 def _processor(parts: dict[str, int | None]) -> dict[str, float]:
-    """Milliseconds of a core that each of these processes and their descendants took so far, and that nobody took."""
+    """Milliseconds of a core that each of these processes and their descendants took so far, and that nobody took.
+
+    0 where the system does not say.
+    """
     tick = 1000 / os.sysconf("SC_CLK_TCK")
     taken = dict.fromkeys((*parts, "children", "nobody"), 0.0)
     for name, pid in parts.items():
         if pid is not None:
             taken[name] += tick * _ticks(pid)
             taken["children" if name == "main" else name] += tick * sum(map(_ticks, _descendants(pid)))
-    idle = Path("/proc/stat").read_text().split("\n", 1)[0].split()[4:6]
-    taken["nobody"] = tick * sum(map(int, idle))
+    with suppress(OSError):
+        idle = Path("/proc/stat").read_text().split("\n", 1)[0].split()[4:6]
+        taken["nobody"] = tick * sum(map(int, idle))
     return taken
 
 
